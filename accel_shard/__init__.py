@@ -1,0 +1,52 @@
+"""One sharding policy for Hugging Face Accelerate: DDP, FSDP and DeepSpeed ZeRO with the same numbers.
+
+Names are loaded when they are first used, so that importing the package costs nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from accel_shard.accelerator import PolicyAccelerator
+    from accel_shard.errors import PolicyError, PolicyNotAppliedError, UnsupportedPolicyError
+    from accel_shard.export import export_model
+    from accel_shard.policy import PRESETS, Precision, ShardingPolicy
+    from accel_shard.training_arguments import VerifyPolicy
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "PRESETS",
+    "PolicyAccelerator",
+    "PolicyError",
+    "PolicyNotAppliedError",
+    "Precision",
+    "ShardingPolicy",
+    "UnsupportedPolicyError",
+    "VerifyPolicy",
+    "export_model",
+]
+
+_HOME: Final = {
+    "PRESETS": "policy",
+    "PolicyAccelerator": "accelerator",
+    "PolicyError": "errors",
+    "PolicyNotAppliedError": "errors",
+    "Precision": "policy",
+    "ShardingPolicy": "policy",
+    "UnsupportedPolicyError": "errors",
+    "VerifyPolicy": "training_arguments",
+    "export_model": "export",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'accel_shard' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"accel_shard.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,242 @@
+"""``PolicyAccelerator``: an ``accelerate.Accelerator`` that does what a policy says, and checks that it did."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Iterator
+from typing import Any, Final
+
+import torch
+from accelerate import Accelerator
+from accelerate.logging import get_logger
+from accelerate.scheduler import AcceleratedScheduler
+from accelerate.utils import (
+    DDPCommunicationHookType,
+    DistributedDataParallelKwargs,
+    GradientAccumulationPlugin,
+    InitProcessGroupKwargs,
+    KwargsHandler,
+)
+
+from accel_shard import rehearsal
+from accel_shard.backends import backend_for
+from accel_shard.backends.base import Backend, Prepared
+from accel_shard.errors import PolicyError
+from accel_shard.policy import ShardingPolicy
+from accel_shard.precision import cast_masters
+from accel_shard.recompute import checkpoint_blocks
+from accel_shard.same_start import start_from_rank_zero
+from accel_shard.verify import expect, verify_connection, verify_prepared
+
+__all__ = ["PolicyAccelerator"]
+
+logger = get_logger(__name__)
+
+_SAID_BY_THE_POLICY: Final = {
+    "mixed_precision": "precision",
+    "fsdp_plugin": "backend",
+    "deepspeed_plugin": "backend",
+    "deepspeed_plugins": "backend",
+    "megatron_lm_plugin": "backend",
+    "torch_tp_plugin": "tensor_parallel",
+    "parallelism_config": "replicas",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "gradient_accumulation_plugin": "gradient_accumulation_steps",
+    "dynamo_backend": "compile",
+    "dynamo_plugin": "compile",
+    "cpu": "backend",
+}
+
+
+class PolicyAccelerator(Accelerator):
+    """An ``Accelerator`` built from a :class:`~accel_shard.ShardingPolicy`. Get one with ``policy.accelerator()``.
+
+    Every rank must build it, before its model. Beyond ``Accelerator`` it
+
+    * gives every trainable weight the policy's master dtype, and under FSDP rank 0's values, before ``prepare``;
+    * counts schedulers in optimizer steps on any number of ranks (``Accelerator`` steps them once per rank);
+    * clips to the policy's norm at each step, whether or not the loop calls :meth:`clip_grad_norm_`;
+    * compares what came out of ``prepare`` with the policy (:attr:`prepared`).
+
+    Args:
+        policy: what to do.
+        **arguments: what ``Accelerator`` takes and a policy does not say: ``log_with``, ``project_dir``,
+            ``dataloader_config``, ``kwargs_handlers`` and so on.
+
+    Raises:
+        PolicyError: if an argument says again what the policy says, or the process was started without a launcher.
+        UnsupportedPolicyError: if this machine cannot carry the policy out.
+        PolicyNotAppliedError: if Accelerate did something else.
+    """
+
+    policy: ShardingPolicy
+    prepared: Prepared | None
+    """What this rank holds, after a model was prepared."""
+
+    def __init__(self, policy: ShardingPolicy, **arguments: Any) -> None:
+        for name in arguments.keys() & _SAID_BY_THE_POLICY.keys():
+            field = _SAID_BY_THE_POLICY[name]
+            raise PolicyError(f"{name}={arguments[name]!r} is said by the policy's field {field!r}. Say it there.")
+        if policy.backend != "ddp" and "LOCAL_RANK" not in os.environ:
+            raise PolicyError(
+                f"backend {policy.backend!r} shards over ranks, and this process was started alone. Start it with "
+                "`accelerate launch --num_processes N ...` or `torchrun --nproc-per-node N ...`."
+            )
+        self.policy, self.prepared = policy, None
+        self._backend: Backend = backend_for(policy)
+        self._clipped = False
+        rehearsing = rehearsal.is_needed()
+        given = list(arguments.pop("kwargs_handlers", None) or [])
+        if rehearsing:
+            rehearsal.enter(policy, _timeout(given))
+        settled = self._backend.accelerator_arguments(rehearsing=rehearsing)
+        handlers = _merge_handlers(settled.pop("kwargs_handlers", []), given)
+        dtypes = policy.dtypes
+        super().__init__(
+            mixed_precision="no" if dtypes.compute in ("fp32", dtypes.master) else dtypes.compute,
+            # As an argument of its own, the number would lose against the launcher's variable.
+            gradient_accumulation_plugin=GradientAccumulationPlugin(
+                num_steps=policy.gradient_accumulation_steps,
+                # FSDP without a reduce-scatter per micro-batch would accumulate whole gradients: not what was asked.
+                sync_each_batch=policy.backend in ("fsdp", "fsdp1"),
+            ),
+            dynamo_backend="inductor" if policy.compile else "no",
+            kwargs_handlers=handlers,
+            **settled,
+            **arguments,
+        )
+        verify_connection(self, policy)
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """Prepare models, optimizers, loaders and schedulers together, as ``Accelerator.prepare``, and verify.
+
+        Every rank must call it with the same objects. The first loader is taken for the training loader.
+
+        Raises:
+            PolicyError: for a wrap class the model does not have, or a loader against ``global_batch_size``.
+            PolicyNotAppliedError: if the result is not what the policy says.
+        """
+        models = [a for a in args if isinstance(a, torch.nn.Module) and not getattr(a, "_is_accelerate_prepared", False)]
+        batch_size = self._batch_size(args)
+        expected = [expect(model, self.policy) for model in models]
+        replaced = {id(model): self._before(model, batch_size) for model in models}
+        result = super().prepare(*(replaced.get(id(a), a) for a in args), device_placement=device_placement)
+        outcome = result if len(args) > 1 else (result,)
+        for scheduler in self._schedulers:
+            if isinstance(scheduler, AcceleratedScheduler):
+                # Its name for "one step is one optimizer step"; false steps once for each rank.
+                scheduler.split_batches = True
+        optimizers = [o for o in outcome if isinstance(o, torch.optim.Optimizer)]
+        prepared = [new for old, new in zip(args, outcome, strict=True) if id(old) in replaced]
+        for model, counts in zip(prepared, expected, strict=True):
+            optimizer = optimizers[0] if len(optimizers) == len(prepared) == 1 else None
+            self.prepared = verify_prepared(self, self.policy, model, optimizer, counts, backend=self._backend)
+            self._backend.after_prepare(self, model)
+            self._clip_at_step(model, optimizers)
+            logger.info("prepared [%s]: %s", self.policy.to_line(), self.prepared, main_process_only=True)
+        return result
+
+    def _before(self, model: torch.nn.Module, batch_size: int | None) -> torch.nn.Module:
+        cast_masters(model, self.policy)
+        if self.policy.backend in ("fsdp", "fsdp1"):
+            start_from_rank_zero(self, model)
+        self._backend.before_prepare(self, model, batch_size)
+        if self.policy.activation_checkpointing and self.policy.backend != "fsdp1":
+            checkpoint_blocks(model, self.policy)
+        if self.policy.activation_checkpointing and hasattr(getattr(model, "config", None), "use_cache"):
+            model.config.use_cache = False  # a cache filled twice changes the shapes of the recomputation
+        return model
+
+    def _batch_size(self, args: tuple[Any, ...]) -> int | None:
+        """Return samples per rank and micro-batch: by the first loader, else by the policy, else unknown."""
+        policy, ranks = self.policy, self.num_processes
+        whole = ranks * policy.gradient_accumulation_steps
+        loader = next((a for a in args if isinstance(a, torch.utils.data.DataLoader)), None)
+        size = getattr(loader, "batch_size", None) or getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+        if loader is not None and size is not None and self.split_batches:
+            size //= ranks
+        total = policy.global_batch_size
+        if total is not None and size is not None and size * whole != total:
+            fits = f"{total // whole}" if total % whole == 0 else "none, as it does not divide"
+            raise PolicyError(
+                f"global_batch_size is {total}, but {size} samples a micro-batch x {ranks} ranks x "
+                f"{policy.gradient_accumulation_steps} accumulation steps = {size * whole}. Batch size that fits: {fits}."
+            )
+        return size if size is not None or total is None else max(1, total // whole)
+
+    def whole_weights(self, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield ``(fully qualified name, whole master weight)``, one parameter at a time, tied weights once.
+
+        Every rank must iterate to the end; sharded weights are gathered one by one and freed as the loop goes on.
+        """
+        return self._backend.whole_weights(self, model)
+
+    # ---- clipping --------------------------------------------------------------------------------------------
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float | None = None, norm_type: float = 2.0) -> torch.Tensor:
+        """Clip to the policy's norm, and return the global norm as a plain tensor on every backend.
+
+        Every rank must call it, when ``sync_gradients`` is true. It sums one number over the ranks that share
+        gradients. Under DeepSpeed ``backward`` has clipped and stepped already; the norm is the engine's.
+
+        Args:
+            parameters: the model's parameters.
+            max_norm: None for the policy's ``gradient_clipping`` (and no clipping if that is off).
+            norm_type: as in torch; DeepSpeed has 2 only.
+
+        Raises:
+            PolicyError: if ``max_norm`` contradicts the policy, or DeepSpeed could not honour it.
+        """
+        settled = self.policy.gradient_clipping
+        on_engine = self.policy.backend == "deepspeed"
+        if max_norm is not None and max_norm != settled and (settled is not None or on_engine):
+            raise PolicyError(
+                f"max_norm is {max_norm!r} here and gradient_clipping is {settled!r} in the policy"
+                + (", which is all that DeepSpeed reads" if on_engine else "")
+                + ". Say it in one place: the policy."
+            )
+        if on_engine and norm_type != 2.0:
+            raise PolicyError(f"norm_type is {norm_type!r}; DeepSpeed clips by the 2-norm only.")
+        if on_engine:
+            norm = super().clip_grad_norm_(parameters, settled)
+            return torch.tensor(math.nan if norm is None else float(norm))
+        limit = max_norm if max_norm is not None else settled
+        norm = super().clip_grad_norm_(parameters, math.inf if limit is None else limit, norm_type)
+        self._clipped = True
+        return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+
+    def _clip_at_step(self, model: torch.nn.Module, optimizers: list[Any]) -> None:
+        """Clip before each step that the loop did not clip for, so that the policy's field always holds."""
+        limit = self.policy.gradient_clipping
+        if limit is None or self.policy.backend == "deepspeed":
+            return
+
+        def before_step(*_: Any) -> None:
+            if not self._clipped:
+                self._backend.clip(self, model, limit)
+            self._clipped = False
+
+        for optimizer in optimizers:
+            optimizer.optimizer.register_step_pre_hook(before_step)
+
+
+def _timeout(handlers: list[KwargsHandler]) -> Any:
+    found = [h for h in handlers if isinstance(h, InitProcessGroupKwargs)]
+    return found[0].timeout if found else None
+
+
+def _merge_handlers(settled: list[KwargsHandler], given: list[KwargsHandler]) -> list[KwargsHandler]:
+    """Join the backend's handlers with the caller's; of one class, the backend's settings complete the caller's."""
+    merged = {type(handler): handler for handler in settled}
+    for handler in given:
+        own = merged.get(type(handler))
+        if isinstance(own, DistributedDataParallelKwargs) and isinstance(handler, DistributedDataParallelKwargs):
+            if handler.comm_hook != DDPCommunicationHookType.NO:
+                raise PolicyError("a DDP comm_hook is said by the policy's field 'gradient_compression'. Say it there.")
+            handler = dataclasses.replace(handler, comm_hook=own.comm_hook)
+        if isinstance(own, InitProcessGroupKwargs) and isinstance(handler, InitProcessGroupKwargs):
+            handler = dataclasses.replace(handler, backend=own.backend)
+        merged[type(handler)] = handler
+    return list(merged.values())

@@ -1,0 +1,93 @@
+"""DDP: every rank holds everything; gradients are averaged by all-reduce, overlapped with backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from accel_shard.backends.base import Backend, Prepared
+
+if TYPE_CHECKING:
+    import torch
+    from accelerate import Accelerator
+
+__all__ = ["DDPBackend"]
+
+
+class DDPBackend(Backend):
+    """Carries out policies with ``shard: none`` on ``torch.nn.parallel.DistributedDataParallel``."""
+
+    distributed_types = ("MULTI_CPU", "MULTI_GPU", "MULTI_XPU", "MULTI_NPU", "MULTI_MLU", "MULTI_HPU", "NO")
+    kind = "DDP"
+
+    def launch_config(self) -> dict[str, Any]:
+        """Return the keys of an accelerate config file that say this policy."""
+        return {"distributed_type": "MULTI_GPU"}
+
+    def accelerator_arguments(self, *, rehearsing: bool) -> dict[str, Any]:
+        """Return the arguments of ``accelerate.Accelerator``."""
+        from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
+
+        hook = {
+            "none": DDPCommunicationHookType.NO,
+            "fp16": DDPCommunicationHookType.FP16,
+            "bf16": DDPCommunicationHookType.BF16,
+            "powersgd": DDPCommunicationHookType.POWER_SGD,
+        }[self.policy.gradient_compression]
+        # A bucket view saves one copy of the gradients; PowerSGD is the hook that documents it as unsafe.
+        handler = DistributedDataParallelKwargs(
+            comm_hook=hook, gradient_as_bucket_view=self.policy.gradient_compression != "powersgd"
+        )
+        return {"cpu": rehearsing, "kwargs_handlers": [handler]}
+
+    def training_arguments(self, *, rehearsing: bool, batch_size: int) -> dict[str, Any]:
+        """Return the fields of ``TrainingArguments``: DDP needs none of its own."""
+        if self.policy.gradient_compression != "none":
+            from accel_shard.errors import UnsupportedPolicyError
+
+            raise UnsupportedPolicyError(
+                f"gradient_compression {self.policy.gradient_compression!r} has no TrainingArguments field. "
+                "Use gradient_compression 'none', or a loop with policy.accelerator()."
+            )
+        return {}
+
+    def inspect(self, accelerator: Accelerator, model: torch.nn.Module, optimizer: Any) -> Prepared:
+        """Read from prepared objects what this rank holds."""
+        from torch.nn.parallel import DistributedDataParallel
+
+        from accel_shard.precision import dtype_name
+
+        inner = getattr(model, "_orig_mod", model)
+        alone = accelerator.num_processes == 1
+        trainable = [p for p in model.parameters() if p.requires_grad]
+        masters = frozenset(dtype_name(p.dtype) for p in trainable)
+        autocast = accelerator.mixed_precision if accelerator.native_amp else "no"
+        return Prepared(
+            # One process is what DDP of one rank is; a model without trainable weights has no gradients to average.
+            kind="DDP" if isinstance(inner, DistributedDataParallel) or alone or not trainable else type(inner).__name__,
+            weights=sum(p.numel() for p in model.parameters()),
+            updated=sum(p.numel() for p in trainable),
+            compute=masters if autocast == "no" else frozenset({autocast}),
+            master=masters,
+            reduce=masters,
+            units={},
+        )
+
+    def weight_copies(self, world_size: int) -> int:
+        """Return how often each weight element exists over all ranks: once a rank."""
+        return world_size
+
+    def state_copies(self, world_size: int) -> int:
+        """Return how often each element's optimizer state exists over all ranks: once a rank."""
+        return world_size
+
+    def whole_weights(self, accelerator: Accelerator, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield every weight; nothing is communicated."""
+        for name, parameter in accelerator.unwrap_model(model, keep_torch_compile=False).named_parameters():
+            yield name, parameter.detach()
+
+    def clip(self, accelerator: Accelerator, model: torch.nn.Module, max_norm: float) -> torch.Tensor:
+        """Clip to a global norm; local, because every rank holds whole averaged gradients."""
+        import torch
+
+        return torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)

@@ -1,0 +1,247 @@
+"""DeepSpeed ZeRO: flat partitions of optimizer state (stage 1), gradients (2) and parameters (3).
+
+Everything that Accelerate and DeepSpeed would fill in by themselves is said here, because what they fill in is not
+what was asked for: an unset clipping becomes 1.0, a client optimizer under offload becomes DeepSpeedCPUAdam, and an
+untested optimizer is refused.
+
+Private upstream names (deepspeed 0.19.8), used only to read what was prepared; :func:`probe` says which has gone:
+``single_partition_of_fp32_groups``, ``groups_padding`` (stages 1 and 2), ``ds_tensor``, ``ds_numel``,
+``ds_process_group`` (stage 3).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Final
+
+from accel_shard.backends.base import Backend, Prepared
+
+if TYPE_CHECKING:
+    import torch
+    from accelerate import Accelerator
+
+__all__ = ["DeepSpeedBackend", "launcher_fields_set_aside"]
+
+# Smaller parameters stay gathered on every rank in stage 3. DeepSpeed's 1e5 would leave a small model unsharded.
+_PERSISTENCE_THRESHOLD: Final = 10_000
+
+
+class DeepSpeedBackend(Backend):
+    """Carries out any ``shard`` on DeepSpeed, as ZeRO stage 0 to 3."""
+
+    distributed_types = ("DEEPSPEED",)
+
+    @property
+    def kind(self) -> str:  # type: ignore[override]
+        """What :class:`Prepared` must say."""
+        return f"ZeRO stage {self.policy.zero_stage}"
+
+    def launch_config(self) -> dict[str, Any]:
+        """Return the keys of an accelerate config file that say this policy."""
+        keys: dict[str, Any] = {"zero_stage": self.policy.zero_stage}
+        keys["offload_optimizer_device"] = "none" if self.policy.offload == "none" else "cpu"
+        if self.policy.shard == "parameters":
+            keys["offload_param_device"] = "cpu" if self.policy.offload == "parameters" else "none"
+            keys["zero3_init_flag"] = True
+            keys["zero3_save_16bit_model"] = True
+        if self.policy.gradient_clipping is not None:
+            keys["gradient_clipping"] = self.policy.gradient_clipping
+        if self.policy.gradient_accumulation_steps > 1:
+            keys["gradient_accumulation_steps"] = self.policy.gradient_accumulation_steps
+        return {"distributed_type": "DEEPSPEED", "deepspeed_config": keys}
+
+    def config(self, *, rehearsing: bool, batch_size: int | None) -> dict[str, Any]:
+        """Return the whole DeepSpeed JSON; ``batch_size`` None leaves the two batch sizes to :meth:`before_prepare`."""
+        from accel_shard.environment import deepspeed_file
+
+        policy, dtypes = self.policy, self.policy.dtypes
+        config = copy.deepcopy(deepspeed_file(os.environ))
+        config |= {
+            "gradient_accumulation_steps": policy.gradient_accumulation_steps,
+            "gradient_clipping": policy.gradient_clipping or 0.0,
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            "communication_data_type": dtypes.reduce,
+            "bf16": self._bf16(),
+            "fp16": {"enabled": dtypes.compute == "fp16"},
+            "zero_optimization": config.get("zero_optimization", {}) | self._zero(rehearsing),
+        }
+        return config | _batch_sizes(batch_size, policy.gradient_accumulation_steps)
+
+    def _bf16(self) -> dict[str, bool]:
+        section = {"enabled": self.policy.dtypes.compute == "bf16"}
+        if self.policy.dtypes.master == "bf16":
+            section |= {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+        return section
+
+    def _zero(self, rehearsing: bool) -> dict[str, Any]:
+        policy = self.policy
+        section: dict[str, Any] = {"stage": policy.zero_stage, "round_robin_gradients": False}
+        device: dict[str, Any] = {"device": "nvme" if policy.offload_path else "cpu", "pin_memory": not rehearsing}
+        if policy.offload_path:
+            device["nvme_path"] = policy.offload_path
+        if policy.offload != "none":
+            section["offload_optimizer"] = dict(device)
+        if policy.offload == "parameters":
+            section["offload_param"] = dict(device)
+        if policy.shard == "parameters":
+            section["stage3_param_persistence_threshold"] = _PERSISTENCE_THRESHOLD
+            section["stage3_gather_16bit_weights_on_model_save"] = True
+        return section
+
+    def accelerator_arguments(self, *, rehearsing: bool) -> dict[str, Any]:
+        """Return the arguments of ``accelerate.Accelerator``."""
+        from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs
+
+        from accel_shard.rehearsal import deepspeed_group_arguments
+
+        with launcher_fields_set_aside():
+            plugin = DeepSpeedPlugin(
+                hf_ds_config=self.config(rehearsing=rehearsing, batch_size=None),
+                zero3_init_flag=self.policy.shard == "parameters",
+            )
+        handlers = [InitProcessGroupKwargs(**deepspeed_group_arguments())] if rehearsing else []
+        return {"deepspeed_plugin": plugin, "kwargs_handlers": handlers}
+
+    def training_arguments(self, *, rehearsing: bool, batch_size: int) -> dict[str, Any]:
+        """Return the fields of ``TrainingArguments`` that say this policy."""
+        fields: dict[str, Any] = {"deepspeed": self.config(rehearsing=rehearsing, batch_size=batch_size)}
+        if rehearsing:
+            fields["accelerator_config"] = {"use_configured_state": True}
+        return fields
+
+    def before_prepare(self, accelerator: Accelerator, model: torch.nn.Module, batch_size: int | None) -> None:
+        """Settle the batch sizes: DeepSpeed computes throughput from them and checks their product, nothing else."""
+        steps = self.policy.gradient_accumulation_steps
+        accelerator.deepspeed_plugin.deepspeed_config.update(_batch_sizes(batch_size or 1, steps))
+
+    def after_prepare(self, accelerator: Accelerator, model: torch.nn.Module) -> None:
+        """Cast floating inputs to the compute dtype and outputs to fp32, as DDP's autocast and FSDP do."""
+        from accelerate.utils import recursively_apply
+        from accelerate.utils.operations import convert_to_fp32
+
+        from accel_shard.precision import DTYPES
+
+        if self.policy.dtypes.compute == "fp32":
+            return
+        dtype = DTYPES[self.policy.dtypes.compute]
+
+        def cast(value: Any) -> Any:
+            return recursively_apply(lambda t: t.to(dtype) if t.is_floating_point() else t, value)
+
+        module: torch.nn.Module = model.module
+        module.register_forward_pre_hook(lambda _, args, kwargs: (cast(args), cast(kwargs)), with_kwargs=True)
+        module.register_forward_hook(lambda _, args, output: convert_to_fp32(output))
+
+    def inspect(self, accelerator: Accelerator, model: torch.nn.Module, optimizer: Any) -> Prepared:
+        """Read from prepared objects what this rank holds."""
+        from accel_shard.precision import dtype_name
+
+        engine: Any = model
+        if not hasattr(engine, "zero_optimization_stage"):
+            return Prepared(
+                kind=type(model).__name__, weights=0, updated=0, compute=frozenset(), master=frozenset(),
+                reduce=frozenset(), units={},
+            )  # fmt: skip
+        stage = engine.zero_optimization_stage()
+        parameters = list(engine.module.parameters())
+        trainable = [p for p in parameters if p.requires_grad]
+        inner = engine.optimizer
+        held = _partition if stage == 3 else _numel
+        masters = _masters(engine, stage) or trainable
+        updated = sum(held(p) for p in trainable)
+        if stage in (1, 2) and inner is not None:
+            updated = sum(t.numel() for t in inner.single_partition_of_fp32_groups) - _padding(engine)
+        return Prepared(
+            kind=f"ZeRO stage {stage}",
+            weights=sum(held(p) for p in parameters),
+            updated=updated,
+            compute=frozenset(dtype_name(p.dtype) for p in trainable),
+            master=frozenset(dtype_name(t.dtype) for t in masters),
+            reduce=frozenset({dtype_name(engine.communication_data_type)}),
+            units={},
+        )
+
+    def weight_copies(self, world_size: int) -> int:
+        """Return how often each weight element exists over all ranks."""
+        return 1 if self.policy.shard == "parameters" else world_size
+
+    def state_copies(self, world_size: int) -> int:
+        """Return how often each element's optimizer state exists over all ranks."""
+        return world_size if self.policy.shard == "none" else 1
+
+    def whole_weights(self, accelerator: Accelerator, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield every weight; in stage 3, and where masters are kept apart, gathered one at a time."""
+        import deepspeed
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        engine: Any = model
+        from accel_shard.names import canonical
+
+        apart = self.policy.dtypes.master != self.policy.dtypes.compute
+        for name, parameter in engine.module.named_parameters():
+            if apart and parameter.requires_grad:
+                yield canonical(name), safe_get_full_fp32_param(parameter).detach()
+            elif self.policy.shard == "parameters":
+                with deepspeed.zero.GatheredParameters([parameter]):
+                    yield canonical(name), parameter.detach()
+            else:
+                yield canonical(name), parameter.detach()
+
+    def clip(self, accelerator: Accelerator, model: torch.nn.Module, max_norm: float) -> torch.Tensor:
+        """Never called: the engine clips inside ``backward``, by the value in its config."""
+        raise AssertionError("DeepSpeed clips in its own step")
+
+
+@contextlib.contextmanager
+def launcher_fields_set_aside() -> Iterator[None]:
+    """Let a plugin be built from a whole config although the launch config named some of its fields too.
+
+    ``DeepSpeedPlugin`` refuses that, because it would ignore the launcher's fields. They are in the policy already.
+    """
+    fields = os.environ.pop("ACCELERATE_CONFIG_DS_FIELDS", None)
+    try:
+        yield
+    finally:
+        if fields is not None:
+            os.environ["ACCELERATE_CONFIG_DS_FIELDS"] = fields
+
+
+def _batch_sizes(batch_size: int | None, accumulation: int) -> dict[str, Any]:
+    if batch_size is None:
+        return {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto"}
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    return {"train_batch_size": batch_size * accumulation * world, "train_micro_batch_size_per_gpu": batch_size}
+
+
+def _numel(parameter: Any) -> int:
+    return int(parameter.numel())
+
+
+def _partition(parameter: Any) -> int:
+    """Count this rank's elements of a stage 3 parameter: equal partitions, the last one padded."""
+    import torch.distributed as dist
+
+    size = parameter.ds_tensor.ds_numel
+    start = size * dist.get_rank(parameter.ds_process_group)
+    return max(0, min(size, parameter.ds_numel - start))
+
+
+def _masters(engine: Any, stage: int) -> list[torch.Tensor]:
+    if engine.optimizer is None or stage == 0:
+        return []
+    name = "single_partition_of_fp32_groups" if stage < 3 else "fp32_partitioned_groups_flat"
+    return list(getattr(engine.optimizer, name))
+
+
+def _padding(engine: Any) -> int:
+    """Count the elements that fill up the last rank's partition in stages 1 and 2."""
+    import torch.distributed as dist
+
+    groups = engine.optimizer.real_dp_process_group
+    padding = engine.optimizer.groups_padding
+    last = [dist.get_rank(g) == dist.get_world_size(g) - 1 for g in groups]
+    return int(sum(p for p, is_last in zip(padding, last, strict=True) if is_last))

@@ -1,0 +1,29 @@
+"""The errors that a caller may want to catch."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+__all__ = ["PolicyError", "PolicyNotAppliedError", "UnsupportedPolicyError", "unknown_name"]
+
+
+class PolicyError(ValueError):
+    """A policy, preset, file or option that makes no sense, on any backend."""
+
+
+class UnsupportedPolicyError(PolicyError):
+    """A policy that is well formed, but that this backend or this machine cannot honour."""
+
+
+class PolicyNotAppliedError(RuntimeError):
+    """What Accelerate really prepared differs from what the policy asked for."""
+
+
+def unknown_name(kind: str, got: str, allowed: Iterable[str], remedy: str = "") -> str:
+    """Build the message for a misspelt name: what it was, the nearest valid one, all valid ones."""
+    names = list(allowed)
+    near = difflib.get_close_matches(got, names, n=1, cutoff=0.5)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    tail = f" {remedy}" if remedy else ""
+    return f"unknown {kind} {got!r}.{hint} Allowed: {', '.join(names)}.{tail}"

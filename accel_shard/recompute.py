@@ -1,0 +1,30 @@
+"""Activation checkpointing: one mechanism for every backend that has none of its own that is right."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from torch import nn
+
+from accel_shard.policy import ShardingPolicy
+from accel_shard.wrap import block_classes
+
+__all__ = ["checkpoint_blocks"]
+
+
+def checkpoint_blocks(model: nn.Module, policy: ShardingPolicy) -> None:
+    """Wrap a model's blocks, in place, so that backward recomputes their activations with the same dropout masks.
+
+    The blocks are the FSDP units that ``wrap`` names or infers. Local: communicates nothing.
+    """
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+        CheckpointImpl,
+        CheckpointWrapper,
+        checkpoint_wrapper,
+    )
+
+    named = policy if not isinstance(policy.wrap, int) else dataclasses.replace(policy, wrap="auto")
+    classes = block_classes(model, named)
+    for name, module in list(model.named_modules()):
+        if type(module).__name__ in classes and not isinstance(module, CheckpointWrapper):
+            model.set_submodule(name, checkpoint_wrapper(module, checkpoint_impl=CheckpointImpl.NO_REENTRANT))

@@ -1,0 +1,33 @@
+"""Fixtures: pools of connected ranks, kept for the session."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from rank_pool import RankPool
+
+
+def _pool(world: int) -> Iterator[RankPool]:
+    pool = RankPool(world)
+    yield pool
+    pool.stop()
+
+
+@pytest.fixture(scope="session")
+def two_ranks() -> Iterator[RankPool]:
+    """Two connected ranks."""
+    yield from _pool(2)
+
+
+@pytest.fixture(scope="session")
+def four_ranks() -> Iterator[RankPool]:
+    """Four connected ranks."""
+    yield from _pool(4)
+
+
+@pytest.fixture
+def ranks(request: pytest.FixtureRequest) -> RankPool:
+    """The pool of as many ranks as the test's parameter says: 2 or 4."""
+    pool: RankPool = request.getfixturevalue({2: "two_ranks", 4: "four_ranks"}[request.param])
+    return pool
