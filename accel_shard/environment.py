@@ -25,7 +25,7 @@ _FSDP1_STRATEGY: Final = {"FULL_SHARD": "parameters", "SHARD_GRAD_OP": "gradient
 
 
 def policy_from_environment(
-    policy: str | None = None, *, environ: Mapping[str, str] | None = None, **overrides: object
+    policy: str | None = None, *, environ: Mapping[str, str] | None = None, **overrides: Any
 ) -> ShardingPolicy:
     """Return the policy that this process was launched with.
 

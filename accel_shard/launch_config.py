@@ -11,7 +11,7 @@ from accel_shard.environment import fields_from_launch
 from accel_shard.errors import PolicyError, UnsupportedPolicyError
 from accel_shard.policy import ShardingPolicy
 
-__all__ = ["SHIPPED", "config_folder", "launch_environment", "policy_from_config", "read_config", "write_config"]
+__all__ = ["SHIPPED", "config_folder", "launch_environment", "policy_from_config", "read_config", "shipped_configs", "write_config"]
 
 # What each shipped file shards and when to choose it. The multi-node one is fsdp2 with four more keys.
 SHIPPED: Final[Mapping[str, str]] = {
@@ -44,6 +44,16 @@ def config_folder() -> Path:
     raise PolicyError("the shipped accelerate_configs are not installed. Write one with `accel-shard config NAME`.")
 
 
+def shipped_configs() -> dict[str, str]:
+    """Return the text of every shipped config by its name (the file's stem)."""
+    texts = {}
+    for name, comment in SHIPPED.items():
+        nodes = name == "multi_node"
+        policy = ShardingPolicy.load("fsdp2" if nodes else name)
+        texts[name] = write_config(policy, name=name, comment=comment, nodes=nodes)
+    return texts
+
+
 def write_config(policy: ShardingPolicy, *, name: str = "", comment: str = "", nodes: bool = False) -> str:
     """Return an accelerate config file that says this policy, as text.
 
@@ -51,15 +61,7 @@ def write_config(policy: ShardingPolicy, *, name: str = "", comment: str = "", n
         UnsupportedPolicyError: if the policy says something that no accelerate config can carry.
     """
     _refuse_unwritable(policy)
-    config: dict[str, Any] = {"compute_environment": "LOCAL_MACHINE"}
-    settled = backend_for(policy).launch_config()
-    config["distributed_type"] = settled.pop("distributed_type")
-    config["mixed_precision"] = "no" if policy.dtypes.compute == "fp32" else policy.dtypes.compute
-    if nodes:
-        config |= _NODES
-    config |= settled
-    if policy.compile:
-        config["dynamo_config"] = {"dynamo_backend": "INDUCTOR"}
+    config = {"compute_environment": "LOCAL_MACHINE"} | _plain_config(policy) | (_NODES if nodes else {})
     return _comments(policy, name, comment, nodes) + _render(config)
 
 
@@ -77,7 +79,8 @@ def _refuse_unwritable(policy: ShardingPolicy) -> None:
 def _plain_config(policy: ShardingPolicy) -> dict[str, Any]:
     compute = "no" if policy.dtypes.compute == "fp32" else policy.dtypes.compute
     dynamo = {"dynamo_config": {"dynamo_backend": "INDUCTOR"}} if policy.compile else {}
-    return backend_for(policy).launch_config() | {"mixed_precision": compute} | dynamo
+    settled = backend_for(policy).launch_config()
+    return {"distributed_type": settled.pop("distributed_type"), "mixed_precision": compute} | settled | dynamo
 
 
 def _comments(policy: ShardingPolicy, name: str, comment: str, nodes: bool) -> str:

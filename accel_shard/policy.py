@@ -263,7 +263,7 @@ class ShardingPolicy:
     # ---- doors to the modules above --------------------------------------------------------------------------
 
     @classmethod
-    def from_environment(cls, policy: str | None = None, **overrides: object) -> ShardingPolicy:
+    def from_environment(cls, policy: str | None = None, **overrides: Any) -> ShardingPolicy:
         """Read what ``accelerate launch`` (or ``ACCEL_SHARD_POLICY``) set; see :mod:`accel_shard.environment`."""
         from accel_shard.environment import policy_from_environment
 

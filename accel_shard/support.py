@@ -9,7 +9,8 @@ every backend.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from dataclasses import field as dataclass_field
 from typing import Final
 
 __all__ = ["BACKENDS", "FIELDS", "REFUSALS", "Refusal", "find_refusal", "matrix"]
@@ -62,7 +63,7 @@ class Refusal:
     backends: tuple[str, ...]
     values: tuple[object, ...] | str = ANY
     """The refused values; :data:`ANY` means every value but the default."""
-    when: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
+    when: Mapping[str, tuple[object, ...]] = dataclass_field(default_factory=dict)
     """Further fields that must have one of these values for the refusal to apply."""
     reason: str
     instead: Mapping[str, object]

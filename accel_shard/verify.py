@@ -85,10 +85,20 @@ def verify_prepared(
     expected: Expected,
     *,
     backend: Backend | None = None,
+    accumulation: int | None = None,
 ) -> Prepared:
     """Compare a prepared model and optimizer with the policy: shards, units, dtypes, backend and ranks.
 
     Every rank must call it; it sums three numbers over all ranks, and raises on every rank if any rank found fault.
+
+    Args:
+        accelerator: the one that prepared them.
+        policy: what was asked for.
+        model: the prepared model.
+        optimizer: the prepared optimizer, or None.
+        expected: from :func:`expect`, before ``prepare``.
+        backend: the backend object that prepared them; a fresh one by default.
+        accumulation: the accumulation steps in force, if it is not the accelerator that counts them (HF Trainer).
 
     Returns:
         What this rank holds.
@@ -99,7 +109,10 @@ def verify_prepared(
     backend = backend or backend_for(policy)
     verify_connection(accelerator, policy)
     prepared = backend.inspect(accelerator, model, optimizer)
-    faults = _local_faults(policy, backend, prepared, expected, accelerator, model, optimizer)
+    faults = _local_faults(policy, backend, prepared, expected)
+    if prepared.kind == backend.kind:
+        steps = accelerator.gradient_accumulation_steps if accumulation is None else accumulation
+        faults += _setting_faults(policy, accelerator, steps) + _stranger_faults(policy, model, optimizer)
     weights, updated, faulty = _sum_over_ranks(accelerator, prepared.weights, prepared.updated, int(bool(faults)))
     world = accelerator.num_processes
     for what, got, whole, copies in (
@@ -118,46 +131,40 @@ def verify_prepared(
     return prepared
 
 
-def _local_faults(
-    policy: ShardingPolicy,
-    backend: Backend,
-    prepared: Prepared,
-    expected: Expected,
-    accelerator: Accelerator,
-    model: torch.nn.Module,
-    optimizer: Any,
-) -> list[str]:
+def _local_faults(policy: ShardingPolicy, backend: Backend, prepared: Prepared, expected: Expected) -> list[str]:
     if prepared.kind != backend.kind:
         return [f"backend: {backend.kind} was asked for, {prepared.kind} was prepared"]
     faults = []
-    dtypes = policy.dtypes
     for part in ("master", "compute", "reduce"):
-        got, wanted = getattr(prepared, part), frozenset({getattr(dtypes, part)})
-        if got != wanted and expected.trainable:
-            faults.append(f"precision.{part}: {getattr(dtypes, part)} was asked for, {'+'.join(sorted(got))} is there")
+        got, wanted = getattr(prepared, part), getattr(policy.dtypes, part)
+        if got != {wanted} and expected.trainable:
+            faults.append(f"precision.{part}: {wanted} was asked for, {'+'.join(sorted(got))} is there")
     for name, count in expected.units.items():
         if prepared.units.get(name, 0) < count:
             faults.append(f"wrap: {prepared.units.get(name, 0)} of {count} {name} modules are FSDP units")
-    steps = accelerator.gradient_accumulation_steps
+    return faults
+
+
+def _setting_faults(policy: ShardingPolicy, accelerator: Accelerator, steps: int) -> list[str]:
+    faults = []
     if steps != policy.gradient_accumulation_steps:
         faults.append(f"gradient_accumulation_steps: {policy.gradient_accumulation_steps} asked for, {steps} set")
-    faults += _config_faults(policy, accelerator)
-    if optimizer is not None and policy.backend != "deepspeed":
-        known = {id(p) for p in model.parameters()}
-        strangers = sum(id(p) not in known for group in optimizer.param_groups for p in group["params"])
-        if strangers:
-            faults.append(f"optimizer: {strangers} of its parameters are not the prepared model's; they never train")
+    if policy.backend == "deepspeed":
+        config = accelerator.deepspeed_plugin.deepspeed_config
+        faults += [f"DeepSpeed config: {path} is still 'auto'" for path in _autos(config)]
+        clipping = config.get("gradient_clipping")
+        if clipping != (policy.gradient_clipping or 0.0):
+            faults.append(f"gradient_clipping: {policy.gradient_clipping} asked for, {clipping} set")
     return faults
 
 
-def _config_faults(policy: ShardingPolicy, accelerator: Accelerator) -> list[str]:
-    if policy.backend != "deepspeed":
+def _stranger_faults(policy: ShardingPolicy, model: torch.nn.Module, optimizer: Any) -> list[str]:
+    """Find parameters of the optimizer that the prepared model does not have: they would never train."""
+    if optimizer is None or policy.backend == "deepspeed":
         return []
-    config = accelerator.deepspeed_plugin.deepspeed_config
-    faults = [f"DeepSpeed config: {path} is still 'auto'" for path in _autos(config)]
-    if config.get("gradient_clipping") != (policy.gradient_clipping or 0.0):
-        faults.append(f"gradient_clipping: {policy.gradient_clipping} asked for, {config.get('gradient_clipping')} set")
-    return faults
+    known = {id(p) for p in model.parameters()}
+    strangers = sum(id(p) not in known for group in optimizer.param_groups for p in group["params"])
+    return [f"optimizer: {strangers} of its parameters are not the prepared model's"] if strangers else []
 
 
 def _autos(config: dict[str, Any], prefix: str = "") -> list[str]:

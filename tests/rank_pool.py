@@ -15,8 +15,9 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
-from typing import Any, Callable
+from typing import Any
 
 FOREIGN = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "ACCEL_SHARD_")
 

@@ -62,6 +62,10 @@ class Backend(abc.ABC):
     def training_arguments(self, *, rehearsing: bool, batch_size: int) -> dict[str, Any]:
         """Return the fields of ``transformers.TrainingArguments`` that say this policy."""
 
+    def trainer_plugin_arguments(self, *, rehearsing: bool) -> dict[str, Any]:
+        """Return what ``TrainingArguments.fsdp_plugin_args`` must hold beside what its fields can say."""
+        return {}
+
     def before_prepare(self, accelerator: Accelerator, model: torch.nn.Module, batch_size: int | None) -> None:
         """Adjust plugins to a model just before ``prepare``; ``batch_size`` is per rank and micro-batch."""
 

@@ -12,8 +12,8 @@ from accel_shard.backends.fsdp_plugin import launch_keys, plugin_arguments, set_
 if TYPE_CHECKING:
     import torch
     from accelerate import Accelerator
-    from torch.distributed.fsdp import MixedPrecision
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+    from torch.distributed.fsdp import MixedPrecision
 
 __all__ = ["FSDP1Backend"]
 
