@@ -23,6 +23,7 @@ from accelerate.utils import (
 from accel_shard import rehearsal
 from accel_shard.backends import backend_for
 from accel_shard.backends.base import Backend, Prepared
+from accel_shard.environment import refuse_other_launch
 from accel_shard.errors import PolicyError
 from accel_shard.policy import ShardingPolicy
 from accel_shard.precision import cast_masters
@@ -66,7 +67,7 @@ class PolicyAccelerator(Accelerator):
             ``dataloader_config``, ``kwargs_handlers`` and so on.
 
     Raises:
-        PolicyError: if an argument says again what the policy says, or the process was started without a launcher.
+        PolicyError: if an argument or the launcher says otherwise what the policy says, or there is no launcher.
         UnsupportedPolicyError: if this machine cannot carry the policy out.
         PolicyNotAppliedError: if Accelerate did something else.
     """
@@ -84,6 +85,7 @@ class PolicyAccelerator(Accelerator):
                 f"backend {policy.backend!r} shards over ranks, and this process was started alone. Start it with "
                 "`accelerate launch --num_processes N ...` or `torchrun --nproc-per-node N ...`."
             )
+        refuse_other_launch(policy)
         self.policy, self.prepared = policy, None
         self._backend: Backend = backend_for(policy)
         self._clipped = False

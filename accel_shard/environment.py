@@ -16,7 +16,7 @@ from typing import Any, Final
 from accel_shard.errors import PolicyError, UnsupportedPolicyError
 from accel_shard.policy import SHARD, ShardingPolicy
 
-__all__ = ["POLICY_VARIABLE", "deepspeed_file", "fields_from_launch", "policy_from_environment"]
+__all__ = ["POLICY_VARIABLE", "deepspeed_file", "fields_from_launch", "policy_from_environment", "refuse_other_launch"]
 
 POLICY_VARIABLE: Final = "ACCEL_SHARD_POLICY"
 
@@ -63,11 +63,25 @@ def policy_from_environment(
     return changed
 
 
+def refuse_other_launch(policy: ShardingPolicy) -> None:
+    """Refuse a policy that contradicts what ``accelerate launch`` was told in this process.
+
+    Raises:
+        PolicyError: naming each field and its two values.
+    """
+    launched = fields_from_launch(os.environ)
+    _refuse_conflict(launched, "the accelerate launch config", policy.flat(), "the policy in the code")
+
+
 def _refuse_conflict(first: Mapping[str, object], name: str, second: Mapping[str, object], other: str) -> None:
-    clashes = [key for key, value in first.items() if key in second and second[key] != value]
+    clashes = [key for key, value in first.items() if key in second and _plain(second[key]) != _plain(value)]
     if clashes:
         listed = "; ".join(f"{key} is {first[key]!r} in {name} and {second[key]!r} in {other}" for key in clashes)
         raise PolicyError(f"one policy, said twice: {listed}. Say it in one place.")
+
+
+def _plain(value: object) -> object:
+    return list(value) if isinstance(value, tuple) else value
 
 
 def fields_from_launch(environ: Mapping[str, str]) -> dict[str, Any]:
@@ -79,9 +93,10 @@ def fields_from_launch(environ: Mapping[str, str]) -> dict[str, Any]:
     if _true(environ, "ACCELERATE_USE_MEGATRON_LM"):
         raise UnsupportedPolicyError("the launch config asks for Megatron-LM. Allowed: MULTI_GPU, FSDP, DEEPSPEED.")
     fields: dict[str, Any] = {}
-    if _true(environ, "ACCELERATE_USE_FSDP"):
+    # Accelerate sets the USE variables itself when it is given a plugin; only the launcher sets the second ones.
+    if _true(environ, "ACCELERATE_USE_FSDP") and "FSDP_VERSION" in environ:
         fields = _fsdp_fields(environ)
-    elif _true(environ, "ACCELERATE_USE_DEEPSPEED"):
+    elif _true(environ, "ACCELERATE_USE_DEEPSPEED") and "ACCELERATE_CONFIG_DS_FIELDS" in environ:
         fields = _deepspeed_fields(environ)
     precision = environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
     if precision not in _PRECISION:

@@ -13,7 +13,7 @@ from accel_shard.policy import ShardingPolicy
 
 __all__ = ["SHIPPED", "config_folder", "launch_environment", "policy_from_config", "read_config", "shipped_configs", "write_config"]
 
-# What each shipped file shards and when to choose it. The multi-node one is fsdp2 with four more keys.
+# What each shipped file shards and when to choose it. The multi-node one is fsdp2 with three more keys.
 SHIPPED: Final[Mapping[str, str]] = {
     "ddp": "Shards nothing: the model, its gradients and optimizer state fit on one device. Fewest bytes sent.",
     "zero1": "Shards the optimizer state (DeepSpeed ZeRO-1): weights and gradients fit, Adam's state does not.",
@@ -28,7 +28,7 @@ SHIPPED: Final[Mapping[str, str]] = {
     "multi_node": "FSDP2 over 2 nodes. Start it on each node, with --machine_rank 0 and 1.",
 }
 
-_NODES: Final = {"num_machines": 2, "main_process_ip": "10.0.0.1", "main_process_port": 29500, "rdzv_backend": "static"}
+_NODES: Final = {"num_machines": 2, "main_process_ip": "10.0.0.1", "main_process_port": 29500}
 
 
 def config_folder() -> Path:
@@ -133,7 +133,7 @@ def launch_environment(config: Mapping[str, Any]) -> dict[str, str]:
     dynamo = config.get("dynamo_config") or {}
     environ["ACCELERATE_DYNAMO_BACKEND"] = str(dynamo.get("dynamo_backend", "NO"))
     if kind == "FSDP":
-        environ["ACCELERATE_USE_FSDP"] = "true"
+        environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1"}
         renamed = {"FSDP_TRANSFORMER_LAYER_CLS_TO_WRAP": "FSDP_TRANSFORMER_CLS_TO_WRAP"}
         for key, value in (config.get("fsdp_config") or {}).items():
             name = (key if key.startswith("fsdp") else f"fsdp_{key}").upper()
@@ -142,7 +142,7 @@ def launch_environment(config: Mapping[str, Any]) -> dict[str, str]:
             environ["ACCELERATE_USE_PARALLELISM_CONFIG"] = "true"
             environ |= {key.upper(): str(value) for key, value in config["parallelism_config"].items()}
     elif kind == "DEEPSPEED":
-        environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+        environ |= {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_CONFIG_DS_FIELDS": ""}
         keys = config.get("deepspeed_config") or {}
         environ |= {name: str(keys[key]) for key, name in _DEEPSPEED_VARIABLES.items() if key in keys}
     elif kind == "MEGATRON_LM":

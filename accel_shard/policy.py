@@ -81,7 +81,7 @@ class Precision:
         """Return the shortest form that :meth:`parse` reads back as this object."""
         if self == Precision(compute=self.compute):
             return self.compute
-        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return dataclasses.asdict(self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -253,9 +253,10 @@ class ShardingPolicy:
             if name not in fields or (part and name != "precision"):
                 raise PolicyError(unknown_name("policy field", str(key), sorted(fields | {"preset"})))
             if part:
-                base = Precision.parse(merged.get("precision", "fp32"))
-                four = {f.name: getattr(base, f.name) for f in dataclasses.fields(base)}
-                merged[name] = four | {part: value}
+                # Not parsed yet: the parts make sense together only.
+                given = merged.get(name, "fp32")
+                parts = dict(given) if isinstance(given, Mapping) else dataclasses.asdict(Precision.parse(given))
+                merged[name] = parts | {part: value}
             else:
                 merged[name] = value
         return cls(**merged)

@@ -72,10 +72,15 @@ def groups(model: torch.nn.Module) -> list[dict[str, Any]]:
     ]
 
 
-def oracle(steps: int = STEPS, clip: float = CLIP, **model_options: Any) -> Run:
+def optimizer_for(model: torch.nn.Module, *, sgd: bool) -> torch.optim.Optimizer:
+    """AdamW, or SGD where the size of the gradients must show (Adam divides it away)."""
+    return torch.optim.SGD(groups(model), lr=0.3) if sgd else torch.optim.AdamW(groups(model), lr=LEARNING_RATE)
+
+
+def oracle(steps: int = STEPS, clip: float = CLIP, sgd: bool = False, **model_options: Any) -> Run:
     """One process, plain torch, the whole global batch at once."""
     model = tiny_llama(**model_options)
-    optimizer = torch.optim.AdamW(groups(model), lr=LEARNING_RATE)
+    optimizer = optimizer_for(model, sgd=sgd)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
     data, run = dataset(), Run([], [], [], {})
     for step in range(steps):
@@ -94,14 +99,14 @@ def oracle(steps: int = STEPS, clip: float = CLIP, **model_options: Any) -> Run:
 
 
 def under_policy(line: str, *, steps: int = STEPS, clip: float | None = CLIP, call_clip: bool = True,
-                 **model_options: Any) -> Run:  # fmt: skip
+                 sgd: bool = False, **model_options: Any) -> Run:  # fmt: skip
     """The same run on the ranks of this process's group, by the policy; weights on rank 0 only."""
     from accel_shard import ShardingPolicy
 
     policy = ShardingPolicy.load(line).replace(**({} if clip is None else {"gradient_clipping": clip}))
     accelerator = policy.accelerator()
     model: Any = tiny_llama(**model_options)
-    optimizer: Any = torch.optim.AdamW(groups(model), lr=LEARNING_RATE)
+    optimizer: Any = optimizer_for(model, sgd=sgd)
     schedule: Any = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
     model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
     data, run = dataset(), Run([], [], [], {})

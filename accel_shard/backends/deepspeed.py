@@ -12,7 +12,6 @@ Private upstream names (deepspeed 0.19.8), used only to read what was prepared; 
 from __future__ import annotations
 
 import contextlib
-import copy
 import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final
@@ -27,6 +26,10 @@ __all__ = ["DeepSpeedBackend", "launcher_fields_set_aside"]
 
 # Smaller parameters stay gathered on every rank in stage 3. DeepSpeed's 1e5 would leave a small model unsharded.
 _PERSISTENCE_THRESHOLD: Final = 10_000
+# Elements of the buffer in which gradients are put together for a reduction, allocated whole: DeepSpeed's 5e8 is 2 GB
+# in fp32. A fiftieth of a small model keeps the buffer out of the memory that the policy promises.
+_REDUCE_BUCKET: Final = 50_000_000
+_BUCKETS: Final = 50
 
 
 class DeepSpeedBackend(Backend):
@@ -58,8 +61,7 @@ class DeepSpeedBackend(Backend):
         from accel_shard.environment import deepspeed_file
 
         policy, dtypes = self.policy, self.policy.dtypes
-        config = copy.deepcopy(deepspeed_file(os.environ))
-        config |= {
+        settled = {
             "gradient_accumulation_steps": policy.gradient_accumulation_steps,
             "gradient_clipping": policy.gradient_clipping or 0.0,
             "zero_allow_untested_optimizer": True,
@@ -67,8 +69,10 @@ class DeepSpeedBackend(Backend):
             "communication_data_type": dtypes.reduce,
             "bf16": self._bf16(),
             "fp16": {"enabled": dtypes.compute == "fp16"},
-            "zero_optimization": config.get("zero_optimization", {}) | self._zero(rehearsing),
+            "zero_optimization": self._zero(rehearsing),
         }
+        # What the policy says was read from this file; the file may say more, as bucket sizes.
+        config = _merged(settled, deepspeed_file(os.environ))
         return config | _batch_sizes(batch_size, policy.gradient_accumulation_steps)
 
     def _bf16(self) -> dict[str, bool]:
@@ -80,6 +84,7 @@ class DeepSpeedBackend(Backend):
     def _zero(self, rehearsing: bool) -> dict[str, Any]:
         policy = self.policy
         section: dict[str, Any] = {"stage": policy.zero_stage, "round_robin_gradients": False}
+        section["reduce_bucket_size"] = _REDUCE_BUCKET
         device: dict[str, Any] = {"device": "nvme" if policy.offload_path else "cpu", "pin_memory": not rehearsing}
         if policy.offload_path:
             device["nvme_path"] = policy.offload_path
@@ -115,8 +120,12 @@ class DeepSpeedBackend(Backend):
 
     def before_prepare(self, accelerator: Accelerator, model: torch.nn.Module, batch_size: int | None) -> None:
         """Settle the batch sizes: DeepSpeed computes throughput from them and checks their product, nothing else."""
-        steps = self.policy.gradient_accumulation_steps
-        accelerator.deepspeed_plugin.deepspeed_config.update(_batch_sizes(batch_size or 1, steps))
+        config = accelerator.deepspeed_plugin.deepspeed_config
+        config.update(_batch_sizes(batch_size or 1, self.policy.gradient_accumulation_steps))
+        zero = config["zero_optimization"]
+        if zero["reduce_bucket_size"] == _REDUCE_BUCKET:
+            elements = sum(int(getattr(p, "ds_numel", p.numel())) for p in model.parameters() if p.requires_grad)
+            zero["reduce_bucket_size"] = max(1, min(_REDUCE_BUCKET, elements // _BUCKETS))
 
     def after_prepare(self, accelerator: Accelerator, model: torch.nn.Module) -> None:
         """Cast floating inputs to the compute dtype and outputs to fp32, as DDP's autocast and FSDP do."""
@@ -215,6 +224,18 @@ def _batch_sizes(batch_size: int | None, accumulation: int) -> dict[str, Any]:
         return {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto"}
     world = int(os.environ.get("WORLD_SIZE", "1"))
     return {"train_batch_size": batch_size * accumulation * world, "train_micro_batch_size_per_gpu": batch_size}
+
+
+def _merged(settled: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """Complete a settled config with a user's own; an ``auto`` of his is what we settled, if we did."""
+    merged = dict(settled)
+    for key, value in given.items():
+        own = settled.get(key)
+        if isinstance(own, dict) and isinstance(value, dict):
+            merged[key] = _merged(own, value)
+        elif value != "auto" or own is None:
+            merged[key] = value
+    return merged
 
 
 def _numel(parameter: Any) -> int:
