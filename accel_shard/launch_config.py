@@ -130,8 +130,8 @@ def launch_environment(config: Mapping[str, Any]) -> dict[str, str]:
     """Return the sharding part of the environment that ``accelerate launch`` would make of a config."""
     environ = {"ACCELERATE_MIXED_PRECISION": str(config.get("mixed_precision") or "no")}
     kind = config.get("distributed_type")
-    dynamo = config.get("dynamo_config") or {}
-    environ["ACCELERATE_DYNAMO_BACKEND"] = str(dynamo.get("dynamo_backend", "NO"))
+    if kind != "DEEPSPEED":  # there the launcher drops it
+        environ["ACCELERATE_DYNAMO_BACKEND"] = str((config.get("dynamo_config") or {}).get("dynamo_backend", "NO"))
     if kind == "FSDP":
         environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1"}
         renamed = {"FSDP_TRANSFORMER_LAYER_CLS_TO_WRAP": "FSDP_TRANSFORMER_CLS_TO_WRAP"}
