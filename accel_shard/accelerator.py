@@ -63,6 +63,8 @@ class PolicyAccelerator(Accelerator):
 
     Args:
         policy: what to do.
+        sync_with_dataloader: close an accumulation window when the loader ends, as ``Accelerator`` does. Say False if
+            the loop fetches the micro-batches of a step ahead, and so meets the end of the loader too early.
         **arguments: what ``Accelerator`` takes and a policy does not say: ``log_with``, ``project_dir``,
             ``dataloader_config``, ``kwargs_handlers`` and so on.
 
@@ -75,8 +77,10 @@ class PolicyAccelerator(Accelerator):
     policy: ShardingPolicy
     prepared: Prepared | None
     """What this rank holds, after a model was prepared."""
+    config_changes: dict[str, Any]
+    """Entries of the model's config that training needed otherwise, with the values that an exported model gets."""
 
-    def __init__(self, policy: ShardingPolicy, **arguments: Any) -> None:
+    def __init__(self, policy: ShardingPolicy, *, sync_with_dataloader: bool = True, **arguments: Any) -> None:
         for name in arguments.keys() & _SAID_BY_THE_POLICY.keys():
             field = _SAID_BY_THE_POLICY[name]
             raise PolicyError(f"{name}={arguments[name]!r} is said by the policy's field {field!r}. Say it there.")
@@ -86,7 +90,7 @@ class PolicyAccelerator(Accelerator):
                 "`accelerate launch --num_processes N ...` or `torchrun --nproc-per-node N ...`."
             )
         refuse_other_launch(policy)
-        self.policy, self.prepared = policy, None
+        self.policy, self.prepared, self.config_changes = policy, None, {}
         self._backend: Backend = backend_for(policy)
         self._clipped = False
         rehearsing = rehearsal.is_needed()
@@ -101,6 +105,7 @@ class PolicyAccelerator(Accelerator):
             # As an argument of its own, the number would lose against the launcher's variable.
             gradient_accumulation_plugin=GradientAccumulationPlugin(
                 num_steps=policy.gradient_accumulation_steps,
+                sync_with_dataloader=sync_with_dataloader,
                 # FSDP without a reduce-scatter per micro-batch would accumulate whole gradients: not what was asked.
                 sync_each_batch=policy.backend in ("fsdp", "fsdp1"),
             ),
@@ -147,8 +152,11 @@ class PolicyAccelerator(Accelerator):
         self._backend.before_prepare(self, model, batch_size)
         if self.policy.activation_checkpointing and self.policy.backend != "fsdp1":
             checkpoint_blocks(model, self.policy)
-        if self.policy.activation_checkpointing and hasattr(getattr(model, "config", None), "use_cache"):
-            model.config.use_cache = False  # a cache filled twice changes the shapes of the recomputation
+        config: Any = getattr(model, "config", None)
+        if self.policy.activation_checkpointing and getattr(config, "use_cache", False):
+            # A cache filled twice changes the shapes of the recomputation. An exported model gets it back.
+            config.use_cache = False
+            self.config_changes["use_cache"] = True
         return model
 
     def _batch_size(self, args: tuple[Any, ...]) -> int | None:

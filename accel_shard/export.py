@@ -56,7 +56,10 @@ def export_model(
     target, limit = Path(folder), _parse_size(max_shard_size)
     partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
     writer = _Writer(partial, limit, DTYPES[accelerator.policy.dtypes.save]) if accelerator.is_main_process else None
-    inner = accelerator.unwrap_model(model, keep_torch_compile=False)
+    inner = _innermost(accelerator.unwrap_model(model, keep_torch_compile=False))
+    config = copy.deepcopy(getattr(inner, "config", None))
+    for name, value in accelerator.config_changes.items():
+        setattr(config, name, value)
     for name, weight in accelerator.whole_weights(model):
         if writer is not None:
             writer.add(name, weight)
@@ -64,7 +67,7 @@ def export_model(
     if writer is not None:
         for name, buffer in _persistent_buffers(inner):
             writer.add(name, buffer)
-        failure = writer.finish(inner, tokenizer, card, target)
+        failure = writer.finish(inner, config, tokenizer, card, target)
     _agree(failure, target)
     return target
 
@@ -112,13 +115,13 @@ class _Writer:
         self._total += self._bytes
         self._pending, self._bytes = {}, 0
 
-    def finish(self, inner: torch.nn.Module, tokenizer: Any, card: str | None, target: Path) -> str | None:
+    def finish(self, inner: torch.nn.Module, config: Any, tokenizer: Any, card: str | None, target: Path) -> str | None:
         with self._remembering():
             if self._error is None:
                 if self._pending:
                     self._flush()
                 self._name_shards()
-                _write_companions(self._partial, inner, tokenizer, card, dtype_name(self._dtype))
+                _write_companions(self._partial, inner, config, tokenizer, card, dtype_name(self._dtype))
                 _commit(self._partial, target)
         if self._error is None:
             return None
@@ -148,11 +151,10 @@ def _persistent_buffers(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]
     return found
 
 
-def _write_companions(folder: Path, model: Any, tokenizer: Any, card: str | None, dtype: str) -> None:
-    config = copy.deepcopy(getattr(model, "config", None))
+def _write_companions(folder: Path, model: Any, config: Any, tokenizer: Any, card: str | None, dtype: str) -> None:
     if hasattr(config, "save_pretrained"):
         # fully_shard puts FSDP before the name of a class.
-        config.architectures = [type(_innermost(model)).__name__.removeprefix("FSDP")]
+        config.architectures = [type(model).__name__.removeprefix("FSDP")]
         config.dtype = str(DTYPES[dtype]).removeprefix("torch.")
         config.save_pretrained(folder)
     generation = getattr(model, "generation_config", None)

@@ -1,0 +1,250 @@
+# /// script
+# dependencies = ["accel-shard[recipes]"]
+# ///
+"""Train or fine-tune a causal language model on text, sharded by one policy.
+
+    torchrun --nproc-per-node 2 recipes/finetune.py --policy fsdp2
+    accelerate launch --config_file accelerate_configs/fsdp2.yaml --num_processes 2 recipes/finetune.py
+    accelerate launch ... recipes/finetune.py --model_name_or_path FOLDER_OR_HUB_NAME --dataset FILE_OR_HUB_NAME
+    accelerate launch ... recipes/finetune.py --config recipes/configs/finetune_smollm2.yaml --max_steps 10
+
+With no arguments it trains a Llama of 1.8 M parameters from scratch, byte by byte, on Python's own documentation: no
+download, no GPU. OUTPUT_DIR gets ``metrics.jsonl``, ``loss.png`` and ``model``, a folder for ``from_pretrained``.
+The loss of a step is the mean over its scored tokens, so a global batch gives the same losses however it is split
+into ranks and micro-batches.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import transformers
+import yaml
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from reporting import Reporter, find_trackers, model_card, plot_losses, sample_text
+from text_data import IGNORED, block_loader, load_blocks
+from torch.distributed.elastic.multiprocessing.errors import record
+from transformers import AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
+
+from accel_shard import ShardingPolicy, export_model
+from accel_shard.errors import unknown_name
+
+# ---- Arguments -----------------------------------------------------------------------------------------------
+
+
+def option(default: Any, text: str) -> Any:
+    """Return a dataclass field with a help text."""
+    return dataclasses.field(default=default, metadata={"help": text})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """Flat names, as Hugging Face spells them; hyphens do as well as underscores."""
+
+    config: str | None = option(None, "YAML file of these arguments; the command line wins over it")
+    policy: str | None = option(None, "preset, YAML file or field=value,...; default: the launch config's, or ddp")
+    output_dir: str = option("runs/finetune", "folder of everything that is written")
+    seed: int = option(42, "of the weights and of the order of the blocks")
+    # Model and data
+    model_name_or_path: str | None = option(None, "folder or hub name; default: a small Llama, not trained")
+    tokenizer_name: str | None = option(None, "folder or hub name; default: the model's, or bytes")
+    dataset: str | None = option(None, "txt, json, jsonl, csv or parquet file, or hub name; default: Python's docs")
+    dataset_config_name: str | None = option(None, "configuration of a hub dataset")
+    text_column: str | None = option(None, "column with the text; default: 'text', or the only one of strings")
+    validation_split_percentage: int = option(10, "held out if the dataset has no split named validation")
+    block_size: int | None = option(None, "tokens in a block; default: 128, or the model's context up to 1024")
+    # Length and batches: blocks in an optimizer step = per_device_train_batch_size * ranks * accumulation
+    max_steps: int = option(-1, "optimizer steps; -1 = by num_train_epochs, or 150 if that is -1 too")
+    num_train_epochs: float = option(-1, "passes over the text; -1 = by max_steps")
+    per_device_train_batch_size: int = option(4, "blocks in a forward, on each rank")
+    per_device_eval_batch_size: int = option(8, "blocks in an evaluation forward, on each rank")
+    gradient_accumulation_steps: int | None = option(None, "forwards in an optimizer step; default: the policy's")
+    # Optimizer: AdamW
+    learning_rate: float = option(3e-3, "peak of the schedule")
+    lr_scheduler_type: str = option("cosine", "a name of transformers.get_scheduler: linear, constant_with_warmup, ...")
+    warmup_steps: int = option(10, "optimizer steps of linear warm-up")
+    weight_decay: float = option(0.1, "of matrices; vectors (norms, biases) have none")
+    adam_beta1: float = option(0.9, "decay of the mean of gradients")
+    adam_beta2: float = option(0.95, "decay of the mean of squared gradients")
+    adam_epsilon: float = option(1e-8, "added to the root of the latter")
+    max_grad_norm: float | None = option(None, "clip the global norm; 0 = off; default: the policy's, or 1.0")
+    # Reports
+    eval_steps: int = option(50, "optimizer steps between evaluations; one comes before the first, one after the last")
+    logging_steps: int = option(1, "optimizer steps between lines of metrics")
+    report_to: str = option("none", "tensorboard, wandb, trackio, ... (several: with commas), all, or none")
+    max_new_tokens: int = option(200, "length of the sample written at the end; 0 = none")
+
+    def __post_init__(self) -> None:
+        if self.max_steps > 0 and self.num_train_epochs > 0:
+            raise ValueError(f"--max_steps {self.max_steps} and --num_train_epochs {self.num_train_epochs}: give one.")
+        for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "eval_steps", "logging_steps"):
+            if (value := getattr(self, name)) < 1:
+                raise ValueError(f"--{name} is {value}. Allowed: whole numbers from 1 on.")
+
+
+def parse_arguments(line: list[str]) -> Arguments:
+    """Read the command line; a ``--config`` file is put before it, so that it is checked alike and loses."""
+    parser = transformers.HfArgumentParser(Arguments, description=str(__doc__).partition("\n")[0], allow_abbrev=False)
+    names = [field.name for field in dataclasses.fields(Arguments)]
+    if (file := parser.parse_known_args(line)[0].config) is not None:
+        if not Path(file).is_file():
+            raise ValueError(f"--config {file!r}: there is no such file here ({Path.cwd()}).")
+        values = yaml.safe_load(Path(file).read_text(encoding="utf-8")) or {}
+        for name in values:
+            if name not in names:
+                raise ValueError(f"{file}: " + unknown_name("argument", str(name), names))
+        line = [f"--{name}={value}" for name, value in values.items() if value is not None] + line
+    args, rest = parser.parse_args_into_dataclasses(line, return_remaining_strings=True, look_for_args_file=False)
+    if rest:
+        raise ValueError(unknown_name("argument", rest[0].lstrip("-").partition("=")[0].replace("-", "_"), names))
+    return args
+
+
+# ---- Policy, model, optimizer --------------------------------------------------------------------------------
+
+
+def build_policy(args: Arguments) -> ShardingPolicy:
+    """Return what the launch config or ``--policy`` says, with this script's clipping where they say nothing."""
+    accumulation, clipping = args.gradient_accumulation_steps, args.max_grad_norm
+    policy = ShardingPolicy.from_environment(
+        args.policy, gradient_accumulation_steps=accumulation, gradient_clipping=clipping or None
+    )
+    if policy.gradient_clipping is None and clipping is None:
+        return policy.replace(gradient_clipping=1.0)
+    if policy.gradient_clipping is not None and clipping == 0:
+        raise ValueError(f"--max_grad_norm is 0, but the policy clips at {policy.gradient_clipping}: say it once.")
+    return policy
+
+
+def load_model(args: Arguments) -> tuple[transformers.PreTrainedModel, Any]:
+    """Return the model and its tokenizer."""
+    name, tokenizer_name = args.model_name_or_path, args.tokenizer_name or args.model_name_or_path
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(tokenizer_name) if tokenizer_name else ByT5Tokenizer()
+        if name is not None:
+            return AutoModelForCausalLM.from_pretrained(name), tokenizer
+    except (OSError, ValueError) as error:
+        got = f"--model_name_or_path {name!r} with --tokenizer_name {args.tokenizer_name!r}"
+        raise ValueError(f"{got}: no such folder, nor a model that the hub or its cache has. {error}") from error
+    shape = {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4}
+    special = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **shape, **special)), tokenizer
+
+
+def build_optimizer(model: torch.nn.Module, args: Arguments) -> torch.optim.Optimizer:
+    """Return AdamW that decays matrices only."""
+    decay = args.weight_decay
+    groups: list[dict[str, Any]] = [{"params": [], "weight_decay": decay}, {"params": [], "weight_decay": 0.0}]
+    for parameter in model.parameters():
+        shape = getattr(parameter, "ds_shape", parameter.shape)  # ZeRO-3 empties what it loads; this is the whole
+        groups[len(shape) < 2]["params"].append(parameter)
+    return torch.optim.AdamW(groups, args.learning_rate, (args.adam_beta1, args.adam_beta2), args.adam_epsilon)
+
+
+# ---- Loss ----------------------------------------------------------------------------------------------------
+
+
+def summed_loss(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return the sum, in fp32, of the losses of the batch's scored tokens."""
+    logits = model(input_ids=batch["input_ids"], use_cache=False).logits[:, :-1].float().flatten(0, 1)
+    return F.cross_entropy(logits, batch["labels"][:, 1:].flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+def count_tokens(batches: list[dict[str, torch.Tensor]]) -> torch.Tensor:
+    """Return how many tokens of these batches are scored."""
+    return torch.stack([(batch["labels"][:, 1:] != IGNORED).sum() for batch in batches]).sum().float()
+
+
+@torch.no_grad()
+def evaluate(accelerator: Accelerator, model: torch.nn.Module, loader: Any) -> float:
+    """Return the mean loss over all tokens of the held-out text; every rank calls it."""
+    model.eval()
+    totals = torch.zeros(2, dtype=torch.float64, device=accelerator.device)
+    for batch in loader:
+        totals += torch.stack([summed_loss(model, batch), count_tokens([batch])])
+    model.train()
+    loss, tokens = accelerator.reduce(totals).tolist()
+    return float(loss / tokens)
+
+
+# ---- Training ------------------------------------------------------------------------------------------------
+
+
+def global_batches(loader: Any, micro_batches: int) -> Iterator[list[dict[str, torch.Tensor]]]:
+    """Yield this rank's micro-batches of each optimizer step, epoch after epoch."""
+    for epoch in itertools.count():
+        loader.set_epoch(epoch)
+        batches = iter(loader)
+        while group := list(itertools.islice(batches, micro_batches)):
+            yield group
+
+
+@record
+def main() -> None:
+    """Train, evaluate, export."""
+    args = parse_arguments(sys.argv[1:])
+    policy, folder = build_policy(args), Path(args.output_dir)
+    trackers = find_trackers(args.report_to)  # a step's batches are fetched ahead, so the loader ends too early
+    accelerator = policy.accelerator(log_with=trackers, project_dir=args.output_dir, sync_with_dataloader=False)
+    set_seed(args.seed)  # the same weights on every rank
+    model, tokenizer = load_model(args)
+    blocks, held_out = load_blocks(args, tokenizer, model.config)
+
+    ranks, accumulation = accelerator.num_processes, accelerator.gradient_accumulation_steps
+    global_batch = args.per_device_train_batch_size * ranks * accumulation
+    steps = args.max_steps if args.max_steps > 0 else 150
+    if args.num_train_epochs > 0:
+        steps = math.ceil(args.num_train_epochs * math.ceil(len(blocks) / global_batch))
+    optimizer = build_optimizer(model, args)
+    scheduler = transformers.get_scheduler(args.lr_scheduler_type, optimizer, args.warmup_steps, steps)
+    train_loader = block_loader(blocks, args.per_device_train_batch_size, global_batch, args.seed)
+    eval_loader = block_loader(held_out, args.per_device_eval_batch_size, args.per_device_eval_batch_size * ranks)
+    model, optimizer, train_loader, eval_loader, scheduler = accelerator.prepare(
+        model, optimizer, train_loader, eval_loader, scheduler
+    )
+    accelerator.init_trackers("finetune", config={key: value for key, value in vars(args).items() if value is not None})
+    accelerator.print(f"policy {policy.to_line()} on {ranks} ranks; {len(blocks)} blocks, {global_batch} in a step")
+
+    report = Reporter(accelerator, folder, steps)
+    report.evaluation(0, loss=evaluate(accelerator, model, eval_loader))
+    for step, batches in enumerate(itertools.islice(global_batches(train_loader, accumulation), steps), start=1):
+        tokens = accelerator.reduce(count_tokens(batches))
+        loss, learning_rate = torch.zeros_like(tokens), scheduler.get_last_lr()[0]
+        for batch in batches:
+            with accelerator.accumulate(model):
+                part = summed_loss(model, batch)
+                # backward() divides by the micro-batches and averages over the ranks; divide by the tokens instead.
+                accelerator.backward(part * (accumulation * ranks / tokens))
+                if accelerator.sync_gradients:
+                    grad_norm = accelerator.clip_grad_norm_(model.parameters())
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            loss += part.detach()
+        report.step_done(tokens)
+        if step % args.logging_steps == 0 or step == steps:
+            mean = accelerator.reduce(loss) / tokens
+            report.train(step, loss=float(mean), learning_rate=learning_rate, grad_norm=float(grad_norm))
+        if step % args.eval_steps == 0 or step == steps:
+            report.evaluation(step, loss=evaluate(accelerator, model, eval_loader))
+
+    card = model_card(vars(args), report.scores, {"policy": policy.to_line(), "ranks": ranks, "optimizer steps": steps})
+    export_model(accelerator, model, folder / "model", tokenizer=tokenizer, card=card)
+    if accelerator.is_main_process:
+        plot_losses(report.path, folder / "loss.png")
+        if args.max_new_tokens > 0:
+            print(sample_text(folder / "model", "The ", args.max_new_tokens))
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main()

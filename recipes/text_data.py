@@ -1,0 +1,198 @@
+"""Text for a causal language model: load documents, hold some out, pack them into blocks, and order the blocks.
+
+Nothing here knows of ranks. The order of the blocks is a function of seed and epoch, and an epoch is padded with
+blocks of weight zero to a whole number of global batches: the same blocks meet in the same optimizer step on any
+number of ranks, and none is dropped or seen twice. All tokens are held in memory, on every rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+__all__ = [
+    "IGNORED",
+    "PADDING",
+    "EpochSampler",
+    "PackedBlocks",
+    "block_loader",
+    "load_blocks",
+    "load_documents",
+    "split_documents",
+]
+
+IGNORED: Final = -100
+"""Label of a token that is not scored: torch's default ``ignore_index``."""
+PADDING: Final = -1
+"""Index of a block without a single scored token."""
+SHORT: Final = 60
+"""Characters up to which a paragraph may stand in both the training and the held-out text: headings and the like."""
+FILE_FORMATS: Final = {".txt": "text", ".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
+
+# ---- documents -----------------------------------------------------------------------------------------------
+
+
+def load_documents(name: str | None, config: str | None = None, column: str | None = None) -> dict[str, list[str]]:
+    """Return the documents of each split: ``train``, and ``validation`` where the dataset brings one.
+
+    Without a name they are the prose of Python's language reference, which the standard library carries; a txt file
+    is one document. Without a column they are the column ``text``, else the only one that holds strings.
+
+    Raises:
+        ValueError: for a file or dataset that does not exist, one without text, or an unknown column.
+    """
+    if name is None:
+        from pydoc_data.topics import topics
+
+        splits = {"train": list(topics.values())}
+    elif Path(name).suffix in FILE_FORMATS and not Path(name).is_file():
+        raise ValueError(f"--dataset {name!r}: there is no such file here ({Path.cwd()}).")
+    elif Path(name).suffix == ".txt" or (Path(name).is_file() and not Path(name).stat().st_size):
+        splits = {"train": [Path(name).read_text(encoding="utf-8")]}
+    else:
+        loaded = _load_dataset(name, config)
+        if "train" not in loaded:
+            raise ValueError(f"--dataset {name!r} has no split 'train'; it has {', '.join(loaded)}.")
+        chosen = {split: loaded[split] for split in ("train", "validation") if split in loaded}
+        splits = {split: _text_column(name, rows, column) for split, rows in chosen.items()}
+    splits = {split: [text for text in texts if text and text.strip()] for split, texts in splits.items()}
+    if not splits["train"]:
+        raise ValueError(f"--dataset {name!r} is empty: it holds no text to train on.")
+    return splits
+
+
+def split_documents(splits: dict[str, list[str]], percentage: int) -> tuple[list[str], list[str]]:
+    """Return the documents to train on and those held out.
+
+    The dataset's own validation split is used if there is one. Otherwise every n-th document is held out, or the end
+    of each if there are fewer than n; whole paragraphs of it that stand elsewhere too are not trained on.
+    """
+    if not 1 <= percentage <= 50:
+        raise ValueError(f"--validation_split_percentage is {percentage}. Allowed: 1 to 50.")
+    documents, every = splits["train"], round(100 / percentage)
+    if splits.get("validation"):
+        return documents, splits["validation"]
+    if len(documents) >= every:
+        held_out = documents[::every]
+        train = [text for index, text in enumerate(documents) if index % every]
+    else:
+        ends = [len(text) * (100 - percentage) // 100 for text in documents]
+        cuts = [text.rfind("\n", 0, end) + 1 or end for text, end in zip(documents, ends, strict=True)]
+        held_out = [text[cut:] for text, cut in zip(documents, cuts, strict=True)]
+        train = [text[:cut] for text, cut in zip(documents, cuts, strict=True)]
+    known = {part.strip() for text in held_out for part in text.split("\n\n") if len(part.strip()) > SHORT}
+    train = ["\n\n".join(part for part in text.split("\n\n") if part.strip() not in known) for text in train]
+    return [text for text in train if text.strip()], held_out
+
+
+def _load_dataset(name: str, config: str | None) -> Any:
+    from datasets import load_dataset
+
+    reader = FILE_FORMATS.get(Path(name).suffix)
+    try:
+        return load_dataset(reader, data_files={"train": name}) if reader else load_dataset(name, config)
+    except Exception as error:  # each reader has its own, and so has the hub
+        kind = f"a readable {reader} file" if reader else f"on the hub or in its cache, nor a {'/'.join(FILE_FORMATS)}"
+        raise ValueError(f"--dataset {name!r} is not {kind}: {error}") from error
+
+
+def _text_column(name: str, rows: Any, column: str | None) -> list[str]:
+    strings = [key for key, kind in rows.features.items() if getattr(kind, "dtype", None) in ("string", "large_string")]
+    if column is None and "text" in strings:
+        column = "text"
+    elif column is None and len(strings) == 1:
+        column = strings[0]
+    if column not in strings:
+        got = "is not set" if column is None else f"{column!r} is not one of them"
+        raise ValueError(f"--dataset {name!r} has the text columns {strings or 'none'}; --text_column {got}.")
+    return list(rows[column])
+
+
+# ---- blocks --------------------------------------------------------------------------------------------------
+
+
+class PackedBlocks(Dataset[dict[str, torch.Tensor]]):
+    """Documents, one after the other, cut into blocks of one length, the last filled up with tokens of no weight.
+
+    Index :data:`PADDING` gives a block of those alone.
+    """
+
+    def __init__(self, documents: Sequence[str], tokenizer: Any, block_size: int, name: str = "train") -> None:
+        if block_size < 2:
+            raise ValueError(
+                f"--block_size is {block_size}. Allowed: from 2, as a token is predicted from those before."
+            )
+        end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+        encoded = tokenizer(list(documents), add_special_tokens=False, verbose=False)["input_ids"] if documents else []
+        parts = [torch.tensor([*ids, *end], dtype=torch.int32) for ids in encoded]
+        tokens = torch.cat(parts) if parts else torch.empty(0, dtype=torch.int32)
+        if len(tokens) < block_size:
+            raise ValueError(f"the {name} text has {len(tokens)} tokens, fewer than one --block_size of {block_size}.")
+        if len(tokens) % block_size == 1:  # a tail of one token has nothing to predict
+            tokens = tokens[:-1]
+        missing = -len(tokens) % block_size
+        self.largest_token = int(tokens.max())
+        self.inputs = torch.cat([tokens, tokens.new_zeros(missing)]).view(-1, block_size)
+        self.labels = torch.cat([tokens, tokens.new_full((missing,), IGNORED)]).view(-1, block_size)
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        if index == PADDING:
+            inputs = torch.zeros_like(self.inputs[0]).long()
+            return {"input_ids": inputs, "labels": torch.full_like(inputs, IGNORED)}
+        return {"input_ids": self.inputs[index].long(), "labels": self.labels[index].long()}
+
+
+def load_blocks(args: Any, tokenizer: Any, config: Any) -> tuple[PackedBlocks, PackedBlocks]:
+    """Return the blocks to train on and those held out, as a recipe's arguments and the model's config say."""
+    context = getattr(config, "max_position_embeddings", None)
+    size = args.block_size or (128 if args.model_name_or_path is None else min(context or 1024, 1024))
+    if context and size > context:
+        raise ValueError(f"--block_size is {size}, longer than the model's context. Allowed: up to {context}.")
+    splits = load_documents(args.dataset, args.dataset_config_name, args.text_column)
+    train, held_out = split_documents(splits, args.validation_split_percentage)
+    both = PackedBlocks(train, tokenizer, size), PackedBlocks(held_out, tokenizer, size, "validation")
+    if (largest := max(blocks.largest_token for blocks in both)) >= config.vocab_size:
+        raise ValueError(f"the tokenizer gives token {largest}, and the model knows {config.vocab_size} tokens only.")
+    return both
+
+
+class EpochSampler(Sampler[int]):
+    """The order of the blocks in an epoch, filled up with :data:`PADDING` to a multiple of the global batch.
+
+    Global batch k is ``order[k * global_batch : (k + 1) * global_batch]``, however many ranks and micro-batches
+    share it. Without a seed the order is that of the text. No global random state is read or changed.
+    """
+
+    def __init__(self, num_blocks: int, global_batch: int, seed: int | None = None) -> None:
+        self.num_blocks, self.global_batch, self.seed, self.epoch = num_blocks, global_batch, seed, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch; Accelerate's prepared loader calls it."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self.num_blocks + -self.num_blocks % self.global_batch
+
+    def __iter__(self) -> Iterator[int]:
+        order = list(range(self.num_blocks))
+        if self.seed is not None:
+            digest = hashlib.blake2b(f"{self.seed}/{self.epoch}".encode(), digest_size=8).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
+            order = torch.randperm(self.num_blocks, generator=generator).tolist()
+        yield from order
+        yield from [PADDING] * (len(self) - self.num_blocks)
+
+
+def block_loader(blocks: PackedBlocks, batch_size: int, global_batch: int, seed: int | None = None) -> DataLoader[Any]:
+    """Return a loader of micro-batches; Accelerate deals micro-batch i to rank i modulo the number of ranks."""
+    sampler = EpochSampler(len(blocks), global_batch, seed)
+    # A generator of its own: iterating a DataLoader draws a number, from the global one if it has none.
+    return DataLoader(blocks, batch_size, sampler=sampler, generator=torch.Generator().manual_seed(seed or 0))

@@ -1,0 +1,52 @@
+"""HF Trainer under a policy has the losses of plain Trainer in one process, on the backend that was asked for."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from launching import ROOT, LaunchError, accelerate, finish, start, torchrun
+
+SCRIPT = str(ROOT / "tests" / "launch" / "trainer_script.py")
+
+
+def result(command: list[str], folder: Path) -> dict:
+    output = folder / "result.json"
+    log = folder / "log"
+    finish(start([*command[:-1], str(output), command[-1]], log), log)
+    return json.loads(output.read_text())
+
+
+@pytest.fixture(scope="session")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """Losses of plain Trainer, one process."""
+    found = result([sys.executable, SCRIPT, "plain"], tmp_path_factory.mktemp("plain"))
+    assert found["losses"][-1] < found["losses"][0]
+    return found["losses"]
+
+
+KINDS = {"ddp": "MULTI_CPU", "fsdp1": "FSDP", "fsdp2": "FSDP", "hsdp": "FSDP", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED"}
+
+
+@pytest.mark.parametrize("name", ["fsdp2", "hsdp", "zero2"])
+def test_trainer_under_accelerate_launch(name: str, plain: list[float], tmp_path: Path) -> None:
+    config = str(ROOT / "accelerate_configs" / f"{name}.yaml")
+    ranks = 4 if name == "hsdp" else 2
+    found = result(accelerate("--config_file", config, SCRIPT, "launched", ranks=ranks), tmp_path)
+    assert found["kind"] == KINDS[name]
+    assert found["losses"] == pytest.approx(plain, rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp1", "fsdp2", "zero3"])
+def test_trainer_under_torchrun(name: str, plain: list[float], tmp_path: Path) -> None:
+    found = result(torchrun(SCRIPT, name, ranks=2), tmp_path)
+    assert found["kind"] == KINDS[name]
+    assert found["losses"] == pytest.approx(plain, rel=1e-4)
+
+
+def test_a_trainer_that_did_something_else_is_stopped(tmp_path: Path) -> None:
+    """One rank started alone must not pass for a sharded run."""
+    with pytest.raises(LaunchError, match="this process was started alone"):
+        result([sys.executable, SCRIPT, "fsdp2"], tmp_path)

@@ -1,0 +1,58 @@
+"""HF Trainer under a policy: `trainer_script.py OUTPUT POLICY|launched|plain`. Rank 0 writes its losses to OUTPUT."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Trainer, TrainingArguments
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from training import GLOBAL_BATCH, dataset, tiny_llama
+
+
+class Samples(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """40 samples, all of one length."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        tokens = dataset()[index]
+        return {"input_ids": tokens, "labels": tokens}
+
+
+def main() -> None:
+    output, source = sys.argv[1:]
+    common: dict[str, Any] = {
+        "output_dir": output + ".d", "max_steps": 8, "learning_rate": 3e-3, "logging_steps": 1, "save_strategy": "no",
+        "report_to": "none", "seed": 3, "warmup_steps": 2, "weight_decay": 0.1, "disable_tqdm": True,
+    }  # fmt: skip
+    policy = None
+    if source == "plain":
+        arguments = TrainingArguments(
+            **common, use_cpu=True, per_device_train_batch_size=GLOBAL_BATCH, max_grad_norm=0.5
+        )
+    else:
+        from accel_shard import ShardingPolicy
+
+        named = None if source == "launched" else source
+        policy = ShardingPolicy.from_environment(named, gradient_clipping=0.5, gradient_accumulation_steps=2)
+        policy = policy.replace(global_batch_size=GLOBAL_BATCH)
+        arguments = policy.training_arguments(**common)
+    trainer = Trainer(model=tiny_llama(), args=arguments, train_dataset=Samples())
+    if policy is not None:
+        from accel_shard import VerifyPolicy
+
+        trainer.add_callback(VerifyPolicy(policy, trainer))
+    trainer.train()
+    if os.environ.get("RANK", "0") == "0":
+        losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+        Path(output).write_text(json.dumps({"losses": losses, "kind": trainer.accelerator.distributed_type.name}))
+
+
+main()
