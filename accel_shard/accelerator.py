@@ -51,7 +51,7 @@ _SAID_BY_THE_POLICY: Final = {
 }
 
 
-class PolicyAccelerator(Accelerator):
+class PolicyAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships no types
     """An ``Accelerator`` built from a :class:`~accel_shard.ShardingPolicy`. Get one with ``policy.accelerator()``.
 
     Every rank must build it, before its model. Beyond ``Accelerator`` it
@@ -114,6 +114,9 @@ class PolicyAccelerator(Accelerator):
             **settled,
             **arguments,
         )
+        if "fsdp_plugin" in settled:
+            # Accelerate's state is one for the process: a second accelerator would get the first one's plugin.
+            self.state.fsdp_plugin = settled["fsdp_plugin"]
         verify_connection(self, policy)
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
@@ -125,7 +128,9 @@ class PolicyAccelerator(Accelerator):
             PolicyError: for a wrap class the model does not have, or a loader against ``global_batch_size``.
             PolicyNotAppliedError: if the result is not what the policy says.
         """
-        models = [a for a in args if isinstance(a, torch.nn.Module) and not getattr(a, "_is_accelerate_prepared", False)]
+        models = [
+            a for a in args if isinstance(a, torch.nn.Module) and not getattr(a, "_is_accelerate_prepared", False)
+        ]
         batch_size = self._batch_size(args)
         expected = [expect(model, self.policy) for model in models]
         replaced = {id(model): self._before(model, batch_size) for model in models}
@@ -164,7 +169,9 @@ class PolicyAccelerator(Accelerator):
         policy, ranks = self.policy, self.num_processes
         whole = ranks * policy.gradient_accumulation_steps
         loader = next((a for a in args if isinstance(a, torch.utils.data.DataLoader)), None)
-        size = getattr(loader, "batch_size", None) or getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+        size = getattr(loader, "batch_size", None) or getattr(
+            getattr(loader, "batch_sampler", None), "batch_size", None
+        )
         if loader is not None and size is not None and self.split_batches:
             size //= ranks
         total = policy.global_batch_size
@@ -172,7 +179,7 @@ class PolicyAccelerator(Accelerator):
             fits = f"{total // whole}" if total % whole == 0 else "none, as it does not divide"
             raise PolicyError(
                 f"global_batch_size is {total}, but {size} samples a micro-batch x {ranks} ranks x "
-                f"{policy.gradient_accumulation_steps} accumulation steps = {size * whole}. Batch size that fits: {fits}."
+                f"{policy.gradient_accumulation_steps} accumulation steps = {size * whole}. What fits: {fits}."
             )
         return size if size is not None or total is None else max(1, total // whole)
 
@@ -210,12 +217,13 @@ class PolicyAccelerator(Accelerator):
         if on_engine and norm_type != 2.0:
             raise PolicyError(f"norm_type is {norm_type!r}; DeepSpeed clips by the 2-norm only.")
         if on_engine:
-            norm = super().clip_grad_norm_(parameters, settled)
-            return torch.tensor(math.nan if norm is None else float(norm))
+            engines = super().clip_grad_norm_(parameters, settled)
+            return torch.tensor(math.nan if engines is None else float(engines))
         limit = max_norm if max_norm is not None else settled
-        norm = super().clip_grad_norm_(parameters, math.inf if limit is None else limit, norm_type)
+        norm: Any = super().clip_grad_norm_(parameters, math.inf if limit is None else limit, norm_type)
         self._clipped = True
-        return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        whole: torch.Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        return whole
 
     def _clip_at_step(self, model: torch.nn.Module, optimizers: list[Any]) -> None:
         """Clip before each step that the loop did not clip for, so that the policy's field always holds."""

@@ -7,9 +7,10 @@ something about sharding is read here, or refused by name; none is ignored.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -252,3 +253,17 @@ def _offload(optimizer: str, parameters: str) -> str:
 
 def _true(environ: Mapping[str, str], name: str) -> bool:
     return environ.get(name, "false").lower() == "true"
+
+
+@contextlib.contextmanager
+def launcher_fields_set_aside() -> Iterator[None]:
+    """Let a plugin be built from a whole config although the launch config named some of its fields too.
+
+    ``DeepSpeedPlugin`` refuses that, because it would ignore the launcher's fields. They are in the policy already.
+    """
+    fields = os.environ.pop("ACCELERATE_CONFIG_DS_FIELDS", None)
+    try:
+        yield
+    finally:
+        if fields is not None:
+            os.environ["ACCELERATE_CONFIG_DS_FIELDS"] = fields

@@ -16,7 +16,7 @@ _SHARD: Final[Mapping[str, str]] = {
     "none": "every rank holds all weights, gradients and optimizer state",
     "optimizer": "each rank holds and updates a share of the optimizer state; weights and gradients are whole",
     "gradients": "each rank holds a share of gradients and optimizer state",
-    "parameters": "each rank holds a share of weights, gradients and optimizer state; weights are gathered unit by unit",
+    "parameters": "each rank holds a share of weights, gradients and optimizer state; weights gathered unit by unit",
 }
 
 _MEANS: Final[Mapping[str, str]] = {

@@ -129,7 +129,8 @@ class _Writer:
         return f"{type(self._error).__name__}: {self._error}"
 
     def _name_shards(self) -> None:
-        count, index = len(self._shards), {}
+        count = len(self._shards)
+        index: dict[str, str] = {}
         for number, names in enumerate(self._shards, start=1):
             file = f"model-{number:05d}-of-{count:05d}.safetensors" if count > 1 else "model.safetensors"
             (self._partial / f"shard-{number}").rename(self._partial / file)

@@ -11,7 +11,15 @@ from accel_shard.environment import fields_from_launch
 from accel_shard.errors import PolicyError, UnsupportedPolicyError
 from accel_shard.policy import ShardingPolicy
 
-__all__ = ["SHIPPED", "config_folder", "launch_environment", "policy_from_config", "read_config", "shipped_configs", "write_config"]
+__all__ = [
+    "SHIPPED",
+    "config_folder",
+    "launch_environment",
+    "policy_from_config",
+    "read_config",
+    "shipped_configs",
+    "write_config",
+]
 
 # What each shipped file shards and when to choose it. The multi-node one is fsdp2 with three more keys.
 SHIPPED: Final[Mapping[str, str]] = {
@@ -19,11 +27,11 @@ SHIPPED: Final[Mapping[str, str]] = {
     "zero1": "Shards the optimizer state (DeepSpeed ZeRO-1): weights and gradients fit, Adam's state does not.",
     "zero2": "Shards gradients and optimizer state (DeepSpeed ZeRO-2): weights fit, the rest does not.",
     "zero3": "Shards weights, gradients and optimizer state (DeepSpeed ZeRO-3): the model fits on no single device.",
-    "zero3_offload": "ZeRO-3 with weights and optimizer state in host memory: the devices together are too small; slow.",
+    "zero3_offload": "ZeRO-3 with weights and optimizer state in host memory: all devices are too small; slow.",
     "fsdp1": "Shards everything with FSDP1: for code that needs its flat parameters; else choose fsdp2.",
     "fsdp2": "Shards weights, gradients and optimizer state (FSDP2): the first choice when the model does not fit.",
     "fsdp2_keep_params": "FSDP2 keeping weights gathered from forward to backward: one all-gather less, more memory.",
-    "fsdp2_offload": "FSDP2 with weights, gradients and optimizer state in host memory: the devices are too small; slow.",
+    "fsdp2_offload": "FSDP2 with weights, gradients and optimizer state in host memory: all devices are too small.",
     "hsdp": "FSDP2 inside groups of 2, replicated over the groups: many nodes with slow links between them.",
     "multi_node": "FSDP2 over 2 nodes. Start it on each node, with --machine_rank 0 and 1.",
 }
@@ -89,7 +97,9 @@ def _comments(policy: ShardingPolicy, name: str, comment: str, nodes: bool) -> s
     ranks = "RANKS" if nodes or policy.replicas > 1 else "DEVICES"
     lines.append(f"accelerate launch --config_file {file} --num_processes {ranks} recipes/finetune.py")
     if policy.backend == "deepspeed" and policy.gradient_clipping is None:
-        lines.append("Plain Accelerate clips at 1.0 unless gradient_clipping is set here; accel_shard does as it is told.")
+        lines.append(
+            "Plain Accelerate clips at 1.0 unless gradient_clipping is set here; accel_shard does as it is told."
+        )
     if policy.replicas > 1:
         lines.append("RANKS must be dp_replicate_size x dp_shard_size.")
     return "".join(f"# {line}\n" for line in lines)

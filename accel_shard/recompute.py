@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from torch import nn
 
 from accel_shard.policy import ShardingPolicy
@@ -15,7 +13,7 @@ __all__ = ["checkpoint_blocks"]
 def checkpoint_blocks(model: nn.Module, policy: ShardingPolicy) -> None:
     """Wrap a model's blocks, in place, so that backward recomputes their activations with the same dropout masks.
 
-    The blocks are the FSDP units that ``wrap`` names or infers. Local: communicates nothing.
+    The blocks are those that ``wrap`` names or infers as units. Local: communicates nothing.
     """
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
         CheckpointImpl,
@@ -23,8 +21,7 @@ def checkpoint_blocks(model: nn.Module, policy: ShardingPolicy) -> None:
         checkpoint_wrapper,
     )
 
-    named = policy if not isinstance(policy.wrap, int) else dataclasses.replace(policy, wrap="auto")
-    classes = block_classes(model, named)
+    classes = block_classes(model, policy)
     for name, module in list(model.named_modules()):
         if type(module).__name__ in classes and not isinstance(module, CheckpointWrapper):
             model.set_submodule(name, checkpoint_wrapper(module, checkpoint_impl=CheckpointImpl.NO_REENTRANT))

@@ -26,7 +26,15 @@ from typing import Any, Final
 from accel_shard.errors import UnsupportedPolicyError
 from accel_shard.policy import ShardingPolicy
 
-__all__ = ["TIMEOUT_VARIABLE", "deepspeed_group_arguments", "default_timeout", "enter", "is_needed", "probe", "refuse_on_cpu"]
+__all__ = [
+    "TIMEOUT_VARIABLE",
+    "deepspeed_group_arguments",
+    "default_timeout",
+    "enter",
+    "is_needed",
+    "probe",
+    "refuse_on_cpu",
+]
 
 TIMEOUT_VARIABLE: Final = "ACCEL_SHARD_TIMEOUT_SECONDS"
 
@@ -87,7 +95,9 @@ def enter(policy: ShardingPolicy, timeout: datetime.timedelta | None = None) -> 
     from accelerate.utils import DistributedType
 
     PartialState(cpu=True, timeout=timeout or default_timeout())
-    if policy.backend in ("fsdp", "fsdp1"):
+    # A second accelerator in one process finds the type that the first one made of it.
+    chosen = PartialState._shared_state["distributed_type"]
+    if policy.backend in ("fsdp", "fsdp1") and chosen != DistributedType.FSDP:
         # FSDP1 refuses "cpu:0", so the device has no index.
         PartialState._shared_state.update(distributed_type=DistributedType.MULTI_GPU, device=torch.device("cpu"))
 

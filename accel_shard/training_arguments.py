@@ -7,7 +7,6 @@ Upstream names that this rests on (transformers 5.24): the documented fields ``f
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 from typing import TYPE_CHECKING, Any, Final
@@ -16,7 +15,7 @@ from transformers import TrainerCallback, TrainingArguments
 
 from accel_shard import rehearsal
 from accel_shard.backends import backend_for
-from accel_shard.backends.deepspeed import launcher_fields_set_aside
+from accel_shard.environment import launcher_fields_set_aside
 from accel_shard.errors import PolicyError, PolicyNotAppliedError
 from accel_shard.policy import ShardingPolicy
 from accel_shard.precision import cast_masters
@@ -81,8 +80,7 @@ def training_arguments(policy: ShardingPolicy, **arguments: Any) -> TrainingArgu
         fields |= _before_rehearsal(policy)
     elif policy.backend == "deepspeed":
         os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-    aside = launcher_fields_set_aside() if policy.backend == "deepspeed" else contextlib.nullcontext()
-    with aside:
+    with launcher_fields_set_aside():
         built = TrainingArguments(**fields | settled | arguments)
     if policy.backend in ("fsdp", "fsdp1"):
         _complete_plugin_arguments(built, backend.trainer_plugin_arguments(rehearsing=rehearsing))

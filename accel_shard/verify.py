@@ -74,7 +74,9 @@ def verify_connection(accelerator: Accelerator, policy: ShardingPolicy) -> None:
     version = getattr(getattr(accelerator.state, "fsdp_plugin", None), "fsdp_version", None)
     wanted = {"fsdp": 2, "fsdp1": 1}.get(policy.backend)
     if version != wanted:
-        raise PolicyNotAppliedError(f"backend {policy.backend!r} needs FSDP version {wanted}; Accelerate has {version}.")
+        raise PolicyNotAppliedError(
+            f"backend {policy.backend!r} needs FSDP version {wanted}; Accelerate has {version}."
+        )
 
 
 def verify_prepared(

@@ -16,13 +16,15 @@ def block_classes(model: nn.Module, policy: ShardingPolicy) -> tuple[str, ...]:
     """Return the class names of the units that a policy asks for, as they are found in a model.
 
     ``auto`` takes those of the model's ``_no_split_modules`` that it really has (transformers lists absent ones
-    too); else the classes of the items of its largest ``ModuleList`` or ``Sequential`` of equal blocks.
+    too); else the classes of the items of its largest ``ModuleList`` or ``Sequential`` of equal blocks. A number takes
+    the classes of the smallest modules that have at least so many parameters.
 
     Raises:
         PolicyError: for a class that the model does not have (the message lists those that repeat), or if nothing
             in the model repeats.
     """
-    assert not isinstance(policy.wrap, int), "a size has no class names"
+    if isinstance(policy.wrap, int):
+        return _by_size(model, policy.wrap)
     present = Counter(type(module).__name__ for module in model.modules() if has_parameters(module))
     if policy.wrap != "auto":
         for name in policy.wrap:
@@ -41,8 +43,6 @@ def block_classes(model: nn.Module, policy: ShardingPolicy) -> tuple[str, ...]:
 
 def units_of(model: nn.Module, policy: ShardingPolicy) -> dict[str, int]:
     """Count the modules of a (not yet prepared) model that must become units, by class name."""
-    if isinstance(policy.wrap, int):
-        return {}
     blocks = block_classes(model, policy)
     return dict(Counter(type(m).__name__ for m in model.modules() if type(m).__name__ in blocks and has_parameters(m)))
 
@@ -50,6 +50,23 @@ def units_of(model: nn.Module, policy: ShardingPolicy) -> dict[str, int]:
 def has_parameters(module: nn.Module) -> bool:
     """Tell whether a module owns any parameter, directly or below."""
     return next(module.parameters(), None) is not None
+
+
+def _by_size(model: nn.Module, minimum: int) -> tuple[str, ...]:
+    """Find the smallest modules with at least ``minimum`` parameters. Accelerate's own way trips over ModuleLists."""
+
+    def unclaimed(module: nn.Module) -> int:
+        size = sum(p.numel() for p in module.parameters(recurse=False))
+        size += sum(unclaimed(child) for child in module.children())
+        runs = type(module).forward is not nn.Module.forward  # containers are never called, so cannot be gathered
+        if module is model or not runs or size < minimum:
+            return size
+        found.add(type(module).__name__)
+        return 0
+
+    found: set[str] = set()
+    unclaimed(model)
+    return tuple(sorted(found))
 
 
 def _repeated(model: nn.Module) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 FOREIGN = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "ACCEL_SHARD_")
@@ -64,22 +65,25 @@ class RankPool:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        self._stack_files = [tempfile.NamedTemporaryFile(mode="w+", suffix=f".rank{r}") for r in range(self.world)]
+        self._folder = tempfile.TemporaryDirectory()
         for rank in range(self.world):
             ours, theirs = context.Pipe()
-            arguments = (rank, self.world, port, theirs, self._stack_files[rank].name)
+            arguments = (rank, self.world, port, theirs, str(self._stack_file(rank)))
             process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)
             self._pipes.append(ours)
 
+    def _stack_file(self, rank: int) -> Path:
+        return Path(self._folder.name) / f"rank{rank}"
+
     def _stacks(self, ranks: set[int]) -> str:
         for rank in ranks:
             os.kill(self._processes[rank].pid, signal.SIGUSR1)
         for rank in ranks:
             self._processes[rank].join(timeout=1.0)  # gives the handler time to write
-        return "\n".join(f"--- rank {r} ---\n{open(self._stack_files[r].name).read()}" for r in sorted(ranks))
+        return "\n".join(f"--- rank {r} ---\n{self._stack_file(r).read_text()}" for r in sorted(ranks))
 
     def stop(self) -> None:
         """End every rank; the next ``run`` starts new ones."""
@@ -100,7 +104,8 @@ def _serve(rank: int, world: int, port: int, pipe: Connection, stack_file: str) 
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1", ACCEL_SHARD_TIMEOUT_SECONDS="60",
         DS_ACCELERATOR="cpu",
     )  # fmt: skip
-    faulthandler.register(signal.SIGUSR1, file=open(stack_file, "w"), all_threads=True)
+    stacks = Path(stack_file).open("w")  # noqa: SIM115  # faulthandler writes to it as long as the rank lives
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     import datetime
 
     import torch

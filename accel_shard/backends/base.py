@@ -66,10 +66,10 @@ class Backend(abc.ABC):
         """Return what ``TrainingArguments.fsdp_plugin_args`` must hold beside what its fields can say."""
         return {}
 
-    def before_prepare(self, accelerator: Accelerator, model: torch.nn.Module, batch_size: int | None) -> None:
+    def before_prepare(self, accelerator: Accelerator, model: torch.nn.Module, batch_size: int | None) -> None:  # noqa: B027
         """Adjust plugins to a model just before ``prepare``; ``batch_size`` is per rank and micro-batch."""
 
-    def after_prepare(self, accelerator: Accelerator, model: torch.nn.Module) -> None:
+    def after_prepare(self, accelerator: Accelerator, model: torch.nn.Module) -> None:  # noqa: B027
         """Give a prepared model what the backend leaves out."""
 
     @abc.abstractmethod

@@ -64,7 +64,9 @@ class DDPBackend(Backend):
         autocast = accelerator.mixed_precision if accelerator.native_amp else "no"
         return Prepared(
             # One process is what DDP of one rank is; a model without trainable weights has no gradients to average.
-            kind="DDP" if isinstance(inner, DistributedDataParallel) or alone or not trainable else type(inner).__name__,
+            kind="DDP"
+            if isinstance(inner, DistributedDataParallel) or alone or not trainable
+            else type(inner).__name__,
             weights=sum(p.numel() for p in model.parameters()),
             updated=sum(p.numel() for p in trainable),
             compute=masters if autocast == "no" else frozenset({autocast}),

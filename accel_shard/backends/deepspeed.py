@@ -11,7 +11,6 @@ Private upstream names (deepspeed 0.19.8), used only to read what was prepared; 
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     import torch
     from accelerate import Accelerator
 
-__all__ = ["DeepSpeedBackend", "launcher_fields_set_aside"]
+__all__ = ["DeepSpeedBackend"]
 
 # Smaller parameters stay gathered on every rank in stage 3. DeepSpeed's 1e5 would leave a small model unsharded.
 _PERSISTENCE_THRESHOLD: Final = 10_000
@@ -101,6 +100,7 @@ class DeepSpeedBackend(Backend):
         """Return the arguments of ``accelerate.Accelerator``."""
         from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs
 
+        from accel_shard.environment import launcher_fields_set_aside
         from accel_shard.rehearsal import deepspeed_group_arguments
 
         with launcher_fields_set_aside():
@@ -141,7 +141,7 @@ class DeepSpeedBackend(Backend):
         def cast(value: Any) -> Any:
             return recursively_apply(lambda t: t.to(dtype) if t.is_floating_point() else t, value)
 
-        module: torch.nn.Module = model.module
+        module: Any = model.module
         module.register_forward_pre_hook(lambda _, args, kwargs: (cast(args), cast(kwargs)), with_kwargs=True)
         module.register_forward_hook(lambda _, args, output: convert_to_fp32(output))
 
@@ -205,20 +205,6 @@ class DeepSpeedBackend(Backend):
         raise AssertionError("DeepSpeed clips in its own step")
 
 
-@contextlib.contextmanager
-def launcher_fields_set_aside() -> Iterator[None]:
-    """Let a plugin be built from a whole config although the launch config named some of its fields too.
-
-    ``DeepSpeedPlugin`` refuses that, because it would ignore the launcher's fields. They are in the policy already.
-    """
-    fields = os.environ.pop("ACCELERATE_CONFIG_DS_FIELDS", None)
-    try:
-        yield
-    finally:
-        if fields is not None:
-            os.environ["ACCELERATE_CONFIG_DS_FIELDS"] = fields
-
-
 def _batch_sizes(batch_size: int | None, accumulation: int) -> dict[str, Any]:
     if batch_size is None:
         return {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto"}
@@ -248,7 +234,7 @@ def _partition(parameter: Any) -> int:
 
     size = parameter.ds_tensor.ds_numel
     start = size * dist.get_rank(parameter.ds_process_group)
-    return max(0, min(size, parameter.ds_numel - start))
+    return int(max(0, min(size, parameter.ds_numel - start)))
 
 
 def _masters(engine: Any, stage: int) -> list[torch.Tensor]:

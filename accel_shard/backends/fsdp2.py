@@ -155,7 +155,7 @@ class FSDP2Backend(Backend):
         from accel_shard.names import canonical
 
         for name, parameter in model.named_parameters():
-            value = parameter.detach()
+            value: Any = parameter.detach()
             if isinstance(value, DTensor):
                 # Offloaded shards travel over the device's process group.
                 value = value.to(accelerator.device).full_tensor()
@@ -166,8 +166,9 @@ class FSDP2Backend(Backend):
         import torch
         from torch.distributed.tensor import DTensor
 
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+        norm: Any = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        whole: torch.Tensor = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        return whole
 
 
 def _local(parameter: torch.Tensor) -> torch.Tensor:

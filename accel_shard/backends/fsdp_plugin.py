@@ -21,7 +21,9 @@ _LEFT_TO_THE_LAUNCHER: Final[tuple[tuple[str, str, object], ...]] = (
 )
 
 
-def plugin_arguments(policy: ShardingPolicy, *, version: int, environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
+def plugin_arguments(
+    policy: ShardingPolicy, *, version: int, environ: Mapping[str, str] = os.environ
+) -> dict[str, Any]:
     """Return the arguments of ``FullyShardedDataParallelPlugin`` that both versions take."""
     arguments: dict[str, Any] = {"fsdp_version": version}
     if isinstance(policy.wrap, int):
@@ -42,8 +44,6 @@ def set_units(accelerator: Accelerator, model: torch.nn.Module, policy: Sharding
 
     from accel_shard.wrap import block_classes
 
-    if isinstance(policy.wrap, int):
-        return
     plugin = accelerator.state.fsdp_plugin
     plugin.transformer_cls_names_to_wrap = list(block_classes(model, policy))
     # A second `prepare` would find the partial of the first model's classes here.

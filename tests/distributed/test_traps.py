@@ -27,8 +27,12 @@ def prepare(line: str, optimizer_class: Any = torch.optim.AdamW, **model_options
 
 
 def engine_settings(line: str) -> tuple[float, dict[str, Any], str]:
-    accelerator, model, optimizer = prepare(line, HomeMade)
-    return model.gradient_clipping(), accelerator.deepspeed_plugin.deepspeed_config, type(model.basic_optimizer).__name__
+    accelerator, model, _ = prepare(line, HomeMade)
+    return (
+        model.gradient_clipping(),
+        accelerator.deepspeed_plugin.deepspeed_config,
+        type(model.basic_optimizer).__name__,
+    )
 
 
 @pytest.mark.parametrize(("clip", "wanted"), [("", 0.0), (",gradient_clipping=0.25", 0.25)])
@@ -81,7 +85,7 @@ def verify_bare_accelerator() -> None:
 
 
 def small_parameters_sharded() -> int:
-    accelerator, model, _ = prepare("zero3")
+    _, model, _ = prepare("zero3")
     return sum(p.numel() for p in model.parameters() if p.ds_status.name == "AVAILABLE" and p.ds_numel >= 10_000)
 
 

@@ -27,7 +27,14 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     return found["losses"]
 
 
-KINDS = {"ddp": "MULTI_CPU", "fsdp1": "FSDP", "fsdp2": "FSDP", "hsdp": "FSDP", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED"}
+KINDS = {
+    "ddp": "MULTI_CPU",
+    "fsdp1": "FSDP",
+    "fsdp2": "FSDP",
+    "hsdp": "FSDP",
+    "zero2": "DEEPSPEED",
+    "zero3": "DEEPSPEED",
+}
 
 
 @pytest.mark.parametrize("name", ["fsdp2", "hsdp", "zero2"])

@@ -14,7 +14,9 @@ from accel_shard.launch_config import SHIPPED, policy_from_config, shipped_confi
 
 def test_config_writes_what_launches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "zero3,precision=bf16", "-o", str(tmp_path / "my.yaml")]) == 0
-    assert policy_from_config(yaml.safe_load((tmp_path / "my.yaml").read_text())) == ShardingPolicy.load("zero3,precision=bf16")
+    assert policy_from_config(yaml.safe_load((tmp_path / "my.yaml").read_text())) == ShardingPolicy.load(
+        "zero3,precision=bf16"
+    )
     assert main(["config", "hsdp"]) == 0
     assert "dp_replicate_size" in capsys.readouterr().out
 

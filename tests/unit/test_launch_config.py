@@ -135,4 +135,6 @@ def test_a_deepspeed_file_settles_fields_and_auto_settles_none(tmp_path) -> None
     )
     environ = ZERO2 | {"ACCELERATE_DEEPSPEED_CONFIG_FILE": str(tmp_path / "ds.json")}
     policy = policy_from_environment(environ=environ, gradient_accumulation_steps=4)
-    assert policy == ShardingPolicy.load("zero3_offload,precision=bf16,gradient_clipping=0.3,gradient_accumulation_steps=4")
+    assert policy == ShardingPolicy.load(
+        "zero3_offload,precision=bf16,gradient_clipping=0.3,gradient_accumulation_steps=4"
+    )

@@ -33,7 +33,8 @@ def test_every_policy_is_refused_with_a_way_out_or_survives_every_form(values: d
     try:
         policy = ShardingPolicy(**values)
     except UnsupportedPolicyError as error:
-        assert "The nearest policy that works has" in str(error)
+        if "The nearest policy that works has" not in str(error):
+            raise
         return
     assert ShardingPolicy.load(policy.to_dict()) == policy
     assert ShardingPolicy.load(policy.to_line()) == policy
@@ -95,7 +96,9 @@ def _apply(values: dict, changes: dict) -> None:
 @pytest.mark.parametrize("refusal", REFUSALS, ids=lambda r: f"{r.field}-{'-'.join(r.backends)}")
 def test_every_refusal_can_happen_and_its_way_out_leads_out(refusal) -> None:
     reachable = 0
-    for backend, *values in product(refusal.backends, *(CHOICES.get(n, [1, 2]) for n in ("shard", "offload", "precision"))):
+    for backend, *values in product(
+        refusal.backends, *(CHOICES.get(n, [1, 2]) for n in ("shard", "offload", "precision"))
+    ):
         shard, offload, precision = values
         wanted = {"tensor_parallel": 2, "context_parallel": 2, "offload_path": "nvme"}
         plain = {"backend": backend, "shard": shard, "offload": offload, "precision": precision}
@@ -152,7 +155,9 @@ def test_senseless_policies_say_what_is_allowed(source: str, words: str) -> None
         ShardingPolicy.load(source)
 
 
-@pytest.mark.parametrize(("text", "words"), [("- 1", "a mapping"), ("a: [", "not YAML"), ("distributed_type: FSDP", "accelerate config")])
+@pytest.mark.parametrize(
+    ("text", "words"), [("- 1", "a mapping"), ("a: [", "not YAML"), ("distributed_type: FSDP", "accelerate config")]
+)
 def test_files_that_are_no_policy(text: str, words: str, tmp_path) -> None:
     (tmp_path / "p.yaml").write_text(text)
     with pytest.raises(PolicyError, match=words):

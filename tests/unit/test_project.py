@@ -24,7 +24,9 @@ MODULES = sorted((ROOT / "accel_shard").rglob("*.py"))
      "from accel_shard.cli import main; main(['config', 'zero3'])", "from accel_shard.cli import main; main(['explain', 'hsdp'])"],
 )  # fmt: skip
 def test_importing_and_asking_for_help_is_cheap(code: str) -> None:
-    heavy = "import sys; print('HEAVY', sorted({'torch', 'accelerate', 'transformers', 'deepspeed'} & set(sys.modules)))"
+    heavy = (
+        "import sys; print('HEAVY', sorted({'torch', 'accelerate', 'transformers', 'deepspeed'} & set(sys.modules)))"
+    )
     done = subprocess.run([sys.executable, "-c", f"{code}; {heavy}"], capture_output=True, text=True, check=True)
     assert "HEAVY []" in done.stdout
 
@@ -77,7 +79,18 @@ def test_readme_has_two_commands_near_its_top() -> None:
 
 
 def test_a_wheel_brings_the_configs_and_finds_them(tmp_path: Path) -> None:
-    build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(tmp_path), str(ROOT)]
+    build = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "-q",
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        str(tmp_path),
+        str(ROOT),
+    ]
     subprocess.run(build, check=True, capture_output=True, text=True, timeout=120)
     (wheel,) = tmp_path.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
@@ -87,5 +100,7 @@ def test_a_wheel_brings_the_configs_and_finds_them(tmp_path: Path) -> None:
     zipfile.ZipFile(wheel).extractall(tmp_path / "site")
     code = "from accel_shard.launch_config import config_folder; print(config_folder())"
     environ = os.environ | {"PYTHONPATH": str(tmp_path / "site")}
-    done = subprocess.run([sys.executable, "-c", code], env=environ, cwd=tmp_path, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environ, cwd=tmp_path, capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip() == str(tmp_path / "site" / "accel_shard" / "accelerate_configs")

@@ -48,10 +48,18 @@ def test_a_wrong_class_lists_the_candidates() -> None:
 def test_a_model_without_blocks_is_told_what_to_say() -> None:
     with pytest.raises(PolicyError, match="Give wrap class names"):
         block_classes(Block(), AUTO)
-    assert units_of(Block(), ShardingPolicy.load("fsdp2,wrap=10")) == {}
 
 
-@pytest.mark.parametrize("name", ["_orig_mod.a.b", "a._fsdp_wrapped_module.b", "a._checkpoint_wrapped_module._orig_mod.b"])
+def test_a_size_takes_the_smallest_modules_that_reach_it() -> None:
+    assert units_of(Plain(), ShardingPolicy.load("fsdp2,wrap=72")) == {"Linear": 13}
+    assert units_of(Plain(), ShardingPolicy.load("fsdp2,wrap=73")) == {"Sequential": 1}
+    assert units_of(Plain(), ShardingPolicy.load("fsdp2,wrap=100000")) == {}
+    assert units_of(tiny_llama(), ShardingPolicy.load("fsdp2,wrap=9000")) == {"LlamaDecoderLayer": 3}
+
+
+@pytest.mark.parametrize(
+    "name", ["_orig_mod.a.b", "a._fsdp_wrapped_module.b", "a._checkpoint_wrapped_module._orig_mod.b"]
+)
 def test_canonical_names(name: str) -> None:
     assert canonical(name) == "a.b"
     assert canonical("module.b") == "module.b", "a user's own module may be called so"
