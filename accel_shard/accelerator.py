@@ -131,7 +131,7 @@ class PolicyAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships 
         models = [
             a for a in args if isinstance(a, torch.nn.Module) and not getattr(a, "_is_accelerate_prepared", False)
         ]
-        batch_size = self._batch_size(args)
+        batch_size = self._batch_size(args) if models else None
         expected = [expect(model, self.policy) for model in models]
         replaced = {id(model): self._before(model, batch_size) for model in models}
         result = super().prepare(*(replaced.get(id(a), a) for a in args), device_placement=device_placement)

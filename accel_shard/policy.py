@@ -86,7 +86,7 @@ class Precision:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardingPolicy:
-    """How the training state is sharded, and what goes with it. See DESIGN.md for the vocabulary.
+    """How the training state is sharded, and what goes with it.
 
     Attributes:
         shard: ``none``, ``optimizer``, ``gradients`` or ``parameters``; cumulative, as ZeRO stages 0, 1, 2, 3.

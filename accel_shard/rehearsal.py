@@ -40,12 +40,14 @@ TIMEOUT_VARIABLE: Final = "ACCEL_SHARD_TIMEOUT_SECONDS"
 
 
 def is_needed() -> bool:
-    """Tell whether this process has no accelerator device, or was told to leave it alone."""
+    """Tell whether this process has no device that can take part in a run of several ranks, or must leave it alone."""
     import torch
 
     if os.environ.get("ACCELERATE_USE_CPU", "false").lower() == "true":
         return True
-    return not torch.accelerator.is_available()
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    # Apple's GPU has no collectives; a run of one process may use it.
+    return device is None or (device.type == "mps" and "LOCAL_RANK" in os.environ)
 
 
 def refuse_on_cpu(policy: ShardingPolicy) -> None:

@@ -139,6 +139,7 @@ class VerifyPolicy(TrainerCallback):  # type: ignore[misc]
         self._policy, self._trainer = policy, trainer
         cast_masters(trainer.model, policy)
         self._expected = expect(trainer.model, policy)
+        self._own_optimizer = trainer.optimizer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Compare; every rank calls it, and it sums three numbers over the ranks.
@@ -148,6 +149,18 @@ class VerifyPolicy(TrainerCallback):  # type: ignore[misc]
         """
         trainer = self._trainer
         verify_prepared(
-            trainer.accelerator, self._policy, trainer.model_wrapped, trainer.optimizer, self._expected,
+            trainer.accelerator,
+            self._policy,
+            trainer.model_wrapped,
+            trainer.optimizer,
+            self._expected,
             accumulation=args.gradient_accumulation_steps,
-        )  # fmt: skip
+        )
+        used: Any = getattr(trainer.model_wrapped, "basic_optimizer", None) or trainer.optimizer
+        used = getattr(used, "optimizer", used)
+        if self._own_optimizer is not None and used is not self._own_optimizer:
+            raise PolicyNotAppliedError(
+                f"Trainer was given the optimizer {type(self._own_optimizer).__name__} and trains with "
+                f"{type(used).__name__}: under DeepSpeed it drops its argument `optimizers`. Give it "
+                "optimizer_cls_and_kwargs=(class, arguments) instead."
+            )  # fmt: skip

@@ -155,10 +155,11 @@ class FSDP2Backend(Backend):
         from accel_shard.names import canonical
 
         for name, parameter in model.named_parameters():
-            value: Any = parameter.detach()
+            value = parameter.detach()
             if isinstance(value, DTensor):
                 # Offloaded shards travel over the device's process group.
-                value = value.to(accelerator.device).full_tensor()
+                moved: Any = value.to(accelerator.device)
+                value = moved.full_tensor()
             yield canonical(name), value
 
     def clip(self, accelerator: Accelerator, model: torch.nn.Module, max_norm: float) -> torch.Tensor:

@@ -191,7 +191,7 @@ def tampered(line: str, how: str) -> None:
         ("zero2", "clipping", "gradient_clipping: None asked for, 1.0 set"),
         ("zero2", "stage", "ZeRO stage 2 was asked for, ZeRO stage 1 was prepared"),
         ("ddp", "accumulation", "gradient_accumulation_steps: 1 asked for, 3 set"),
-        ("ddp", "optimizer", "8 of its parameters are not the prepared model's|14 of its parameters are not"),
+        ("ddp", "optimizer", "14 of its parameters are not the prepared model's"),
         ("ddp", "one rank", "another rank found a difference"),
     ],
 )
@@ -222,7 +222,7 @@ def test_a_missing_upstream_name_is_a_clear_refusal(monkeypatch: pytest.MonkeyPa
     import deepspeed
 
     monkeypatch.setattr(deepspeed.ops, "__compatible_ops__", None)
-    with pytest.raises(UnsupportedPolicyError, match="no longer have deepspeed.ops.__compatible_ops__"):
+    with pytest.raises(UnsupportedPolicyError, match=r"no longer have deepspeed\.ops\.__compatible_ops__"):
         rehearsal.enter(ShardingPolicy.load("zero2"))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -243,3 +244,32 @@ def test_bf16_compute_follows_the_fp32_run(line: str, two_ranks: RankPool) -> No
     wanted = oracle(steps=10)
     assert run.losses == pytest.approx(wanted.losses, rel=1e-2)
     assert run.losses != wanted.losses
+
+
+def trainer_with_its_own_optimizer(line: str, folder: str) -> None:
+    from transformers import Trainer
+
+    from accel_shard import ShardingPolicy, VerifyPolicy
+
+    policy = ShardingPolicy.load(line)
+    arguments = policy.training_arguments(output_dir=folder, max_steps=1, report_to="none", disable_tqdm=True)
+    model, rows = tiny_llama(), dataset()
+    optimizer = HomeMade(model.parameters(), lr=0.1)
+    data = [{"input_ids": row, "labels": row} for row in rows]
+    trainer = Trainer(model=model, args=arguments, train_dataset=data, optimizers=(optimizer, None))
+    trainer.add_callback(VerifyPolicy(policy, trainer))
+    trainer.train()
+
+
+def test_trainer_dropping_an_optimizer_is_an_error(two_ranks: RankPool, tmp_path: Path) -> None:
+    with pytest.raises(RankError, match="given the optimizer HomeMade and trains with AdamW"):
+        two_ranks.run(trainer_with_its_own_optimizer, "zero2", str(tmp_path))
+    two_ranks.run(trainer_with_its_own_optimizer, "ddp", str(tmp_path))
+
+
+def test_a_rank_waits_no_longer_than_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    from accel_shard import rehearsal
+
+    assert rehearsal.default_timeout().total_seconds() == 1800
+    monkeypatch.setenv(rehearsal.TIMEOUT_VARIABLE, "45")
+    assert rehearsal.deepspeed_group_arguments()["timeout"].total_seconds() == 45
