@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from accel_shard.accelerator import PolicyAccelerator
-    from accel_shard.errors import PolicyError, PolicyNotAppliedError, UnsupportedPolicyError
+    from accel_shard.checkpoint.checkpointer import Checkpointer
+    from accel_shard.errors import PolicyError, PolicyNotAppliedError, SnapshotError, UnsupportedPolicyError
     from accel_shard.export import export_model
     from accel_shard.policy import PRESETS, Precision, ShardingPolicy
     from accel_shard.training_arguments import VerifyPolicy
@@ -19,23 +20,27 @@ __version__ = "0.1.0"
 
 __all__ = [
     "PRESETS",
+    "Checkpointer",
     "PolicyAccelerator",
     "PolicyError",
     "PolicyNotAppliedError",
     "Precision",
     "ShardingPolicy",
+    "SnapshotError",
     "UnsupportedPolicyError",
     "VerifyPolicy",
     "export_model",
 ]
 
 _HOME: Final = {
+    "Checkpointer": "checkpoint.checkpointer",
     "PRESETS": "policy",
     "PolicyAccelerator": "accelerator",
     "PolicyError": "errors",
     "PolicyNotAppliedError": "errors",
     "Precision": "policy",
     "ShardingPolicy": "policy",
+    "SnapshotError": "errors",
     "UnsupportedPolicyError": "errors",
     "VerifyPolicy": "training_arguments",
     "export_model": "export",

@@ -91,13 +91,14 @@ class PolicyAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships 
             )
         refuse_other_launch(policy)
         self.policy, self.prepared, self.config_changes = policy, None, {}
-        self._backend: Backend = backend_for(policy)
+        self.backend: Backend = backend_for(policy)
+        self._trained: list[tuple[torch.nn.Module, Any]] = []
         self._clipped = False
         rehearsing = rehearsal.is_needed()
         given = list(arguments.pop("kwargs_handlers", None) or [])
         if rehearsing:
             rehearsal.enter(policy, _timeout(given))
-        settled = self._backend.accelerator_arguments(rehearsing=rehearsing)
+        settled = self.backend.accelerator_arguments(rehearsing=rehearsing)
         handlers = _merge_handlers(settled.pop("kwargs_handlers", []), given)
         dtypes = policy.dtypes
         super().__init__(
@@ -144,8 +145,9 @@ class PolicyAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships 
         prepared = [new for old, new in zip(args, outcome, strict=True) if id(old) in replaced]
         for model, counts in zip(prepared, expected, strict=True):
             optimizer = optimizers[0] if len(optimizers) == len(prepared) == 1 else None
-            self.prepared = verify_prepared(self, self.policy, model, optimizer, counts, backend=self._backend)
-            self._backend.after_prepare(self, model)
+            self.prepared = verify_prepared(self, self.policy, model, optimizer, counts, backend=self.backend)
+            self._trained.append((model, optimizer))
+            self.backend.after_prepare(self, model)
             self._clip_at_step(model, optimizers)
             logger.info("prepared [%s]: %s", self.policy.to_line(), self.prepared, main_process_only=True)
         return result
@@ -154,7 +156,7 @@ class PolicyAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships 
         cast_masters(model, self.policy)
         if self.policy.backend in ("fsdp", "fsdp1"):
             start_from_rank_zero(self, model)
-        self._backend.before_prepare(self, model, batch_size)
+        self.backend.before_prepare(self, model, batch_size)
         if self.policy.activation_checkpointing and self.policy.backend != "fsdp1":
             checkpoint_blocks(model, self.policy)
         config: Any = getattr(model, "config", None)
@@ -183,12 +185,23 @@ class PolicyAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships 
             )
         return size if size is not None or total is None else max(1, total // whole)
 
+    @property
+    def trained(self) -> tuple[torch.nn.Module, Any]:
+        """The prepared model and its prepared optimizer (None if none was prepared with it).
+
+        Raises:
+            PolicyError: unless exactly one model was prepared.
+        """
+        if len(self._trained) != 1:
+            raise PolicyError(f"{len(self._trained)} models were prepared; exactly one is needed here.")
+        return self._trained[0]
+
     def whole_weights(self, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield ``(fully qualified name, whole master weight)``, one parameter at a time, tied weights once.
 
         Every rank must iterate to the end; sharded weights are gathered one by one and freed as the loop goes on.
         """
-        return self._backend.whole_weights(self, model)
+        return self.backend.whole_weights(self, model)
 
     # ---- clipping --------------------------------------------------------------------------------------------
 
@@ -233,7 +246,7 @@ class PolicyAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships 
 
         def before_step(*_: Any) -> None:
             if not self._clipped:
-                self._backend.clip(self, model, limit)
+                self.backend.clip(self, model, limit)
             self._clipped = False
 
         for optimizer in optimizers:

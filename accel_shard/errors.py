@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-__all__ = ["PolicyError", "PolicyNotAppliedError", "UnsupportedPolicyError", "unknown_name"]
+__all__ = ["PolicyError", "PolicyNotAppliedError", "SnapshotError", "UnsupportedPolicyError", "unknown_name"]
 
 
 class PolicyError(ValueError):
@@ -14,6 +14,10 @@ class PolicyError(ValueError):
 
 class UnsupportedPolicyError(PolicyError):
     """A policy that is well formed, but that this backend or this machine cannot honour."""
+
+
+class SnapshotError(RuntimeError):
+    """A snapshot that cannot be written, found, trusted or loaded."""
 
 
 class PolicyNotAppliedError(RuntimeError):

@@ -55,8 +55,9 @@ class RankPool:
                     raise RuntimeError(f"rank {rank} died in {function.__name__}") from None
         failures = [f"--- rank {r} ---\n{results[r][1]}" for r in range(self.world) if not results[r][0]]
         if failures:
-            if len(failures) < self.world:
-                self.stop()  # the others may be out of step in a collective
+            endings = {results[r][1].strip().rpartition("\n")[2] for r in range(self.world)}
+            if len(failures) < self.world or len(endings) > 1:
+                self.stop()  # ranks that failed apart are out of step in their collectives
             raise RankError("\n".join(failures))
         return [results[r][1] for r in range(self.world)]
 

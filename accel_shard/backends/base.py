@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,9 @@ from accel_shard.policy import ShardingPolicy
 if TYPE_CHECKING:
     import torch
     from accelerate import Accelerator
+
+    from accel_shard.backends.parameter_layout import StateShape
+    from accel_shard.layout import Layout
 
 __all__ = ["Backend", "Prepared"]
 
@@ -91,6 +94,38 @@ class Backend(abc.ABC):
         Every rank must iterate to the end: sharded backends gather each parameter when it is asked for, and free it
         afterwards. The value is the master copy where there is one. Tied weights come once, by their first name.
         """
+
+    @abc.abstractmethod
+    def layout(self, accelerator: Accelerator, model: torch.nn.Module, optimizer: Any) -> Layout:
+        """Describe what this rank holds of a prepared model and its prepared optimizer (or None).
+
+        Every rank must call it: FSDP1 gathers the sizes of its ranges. The shards are views of live memory.
+        """
+
+    @abc.abstractmethod
+    def materialize(
+        self,
+        accelerator: Accelerator,
+        model: torch.nn.Module,
+        optimizer: Any,
+        shapes: Mapping[str, Mapping[str, StateShape]],
+        scalars: Mapping[str, Mapping[str, Any]],
+    ) -> None:
+        """Give the optimizer state of these shapes, and scalars, so that a new :meth:`layout` can be filled."""
+
+    def after_load(self, accelerator: Accelerator, model: torch.nn.Module, optimizer: Any) -> None:  # noqa: B027
+        """Bring what is derived from the filled shards up to date. Every rank must call it."""
+
+    def counters(self, model: torch.nn.Module) -> dict[str, int]:
+        """Return counts that the backend keeps of its own, for a snapshot."""
+        return {}
+
+    def set_counters(self, model: torch.nn.Module, counters: Mapping[str, int]) -> None:  # noqa: B027
+        """Set what :meth:`counters` returned; counts of another backend are none of its own."""
+
+    def torch_optimizer(self, model: torch.nn.Module, optimizer: Any) -> Any:
+        """Return the torch optimizer inside a prepared one, whose ``param_groups`` hold the hyperparameters."""
+        return getattr(optimizer, "optimizer", optimizer)
 
     @abc.abstractmethod
     def clip(self, accelerator: Accelerator, model: torch.nn.Module, max_norm: float) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from accel_shard.backends.base import Backend, Prepared
@@ -10,6 +10,9 @@ from accel_shard.backends.base import Backend, Prepared
 if TYPE_CHECKING:
     import torch
     from accelerate import Accelerator
+
+    from accel_shard.backends.parameter_layout import StateShape
+    from accel_shard.layout import Layout
 
 __all__ = ["DDPBackend"]
 
@@ -87,6 +90,36 @@ class DDPBackend(Backend):
         """Yield every weight; nothing is communicated."""
         for name, parameter in accelerator.unwrap_model(model, keep_torch_compile=False).named_parameters():
             yield name, parameter.detach()
+
+    def layout(self, accelerator: Accelerator, model: torch.nn.Module, optimizer: Any) -> Layout:
+        """Describe what this rank holds: all of it."""
+        from accel_shard.backends.parameter_layout import describe
+        from accel_shard.layout import Shard
+
+        inner = accelerator.unwrap_model(model, keep_torch_compile=False)
+        return describe(
+            inner, self.torch_optimizer(model, optimizer), lambda _, tensor: Shard.whole(tensor), replicated=True
+        )
+
+    def materialize(
+        self,
+        accelerator: Accelerator,
+        model: torch.nn.Module,
+        optimizer: Any,
+        shapes: Mapping[str, Mapping[str, StateShape]],
+        scalars: Mapping[str, Mapping[str, Any]],
+    ) -> None:
+        """Give the optimizer state of these shapes, and scalars."""
+        from accel_shard.backends.parameter_layout import materialize
+
+        layout = self.layout(accelerator, model, None)
+        materialize(
+            layout,
+            accelerator.unwrap_model(model, keep_torch_compile=False),
+            self.torch_optimizer(model, optimizer),
+            shapes,
+            scalars,
+        )
 
     def clip(self, accelerator: Accelerator, model: torch.nn.Module, max_norm: float) -> torch.Tensor:
         """Clip to a global norm; local, because every rank holds whole averaged gradients."""

@@ -12,7 +12,7 @@ Private upstream names (deepspeed 0.19.8), used only to read what was prepared; 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from accel_shard.backends.base import Backend, Prepared
@@ -20,6 +20,9 @@ from accel_shard.backends.base import Backend, Prepared
 if TYPE_CHECKING:
     import torch
     from accelerate import Accelerator
+
+    from accel_shard.backends.parameter_layout import StateShape
+    from accel_shard.layout import Layout
 
 __all__ = ["DeepSpeedBackend"]
 
@@ -29,6 +32,7 @@ _PERSISTENCE_THRESHOLD: Final = 10_000
 # in fp32. A fiftieth of a small model keeps the buffer out of the memory that the policy promises.
 _REDUCE_BUCKET: Final = 50_000_000
 _BUCKETS: Final = 50
+_COUNTERS: Final = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
 
 class DeepSpeedBackend(Backend):
@@ -199,6 +203,59 @@ class DeepSpeedBackend(Backend):
                     yield canonical(name), parameter.detach()
             else:
                 yield canonical(name), parameter.detach()
+
+    def layout(self, accelerator: Accelerator, model: torch.nn.Module, optimizer: Any) -> Layout:
+        """Describe what this rank holds: ranges of flattened masters; in stage 0, all of it."""
+        from accel_shard.backends.parameter_layout import describe
+        from accel_shard.backends.zero_layout import describe_zero
+        from accel_shard.layout import Shard
+
+        if self.policy.zero_stage:
+            return describe_zero(model)
+        inner: Any = model
+        client = self.torch_optimizer(model, optimizer)
+        return describe(inner.module, client, lambda _, tensor: Shard.whole(tensor), replicated=True)
+
+    def materialize(
+        self,
+        accelerator: Accelerator,
+        model: torch.nn.Module,
+        optimizer: Any,
+        shapes: Mapping[str, Mapping[str, StateShape]],
+        scalars: Mapping[str, Mapping[str, Any]],
+    ) -> None:
+        """Give the client optimizer state of these shapes, and scalars."""
+        from accel_shard.backends.parameter_layout import materialize
+        from accel_shard.backends.zero_layout import materialize_zero
+
+        if self.policy.zero_stage:
+            materialize_zero(model, shapes, scalars)
+            return
+        inner: Any = model
+        layout = self.layout(accelerator, model, None)
+        materialize(layout, inner.module, self.torch_optimizer(model, optimizer), shapes, scalars)
+
+    def after_load(self, accelerator: Accelerator, model: torch.nn.Module, optimizer: Any) -> None:
+        """Copy filled masters into the weights that forward uses, by an all-gather."""
+        from accel_shard.backends.zero_layout import refresh_zero
+
+        if self.policy.zero_stage:
+            refresh_zero(model)
+
+    def counters(self, model: torch.nn.Module) -> dict[str, int]:
+        """Return the engine's counts of steps and samples."""
+        return {name: int(getattr(model, name)) for name in _COUNTERS}
+
+    def set_counters(self, model: torch.nn.Module, counters: Mapping[str, int]) -> None:
+        """Set the engine's counts; a snapshot of another backend has none, and they decide nothing."""
+        for name in _COUNTERS:
+            if name in counters:
+                setattr(model, name, counters[name])
+
+    def torch_optimizer(self, model: torch.nn.Module, optimizer: Any) -> Any:
+        """Return the client optimizer inside the engine."""
+        engine: Any = model
+        return None if optimizer is None else engine.basic_optimizer
 
     def clip(self, accelerator: Accelerator, model: torch.nn.Module, max_norm: float) -> torch.Tensor:
         """Never called: the engine clips inside ``backward``, by the value in its config."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from accel_shard.backends.base import Backend, Prepared
@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
     from torch.distributed.fsdp import MixedPrecision
+
+    from accel_shard.backends.parameter_layout import StateShape
+    from accel_shard.layout import Layout
 
 __all__ = ["FSDP1Backend"]
 
@@ -115,6 +118,19 @@ class FSDP1Backend(Backend):
         """Return how often each element's optimizer state exists over all ranks: once."""
         return 1
 
+    def _range_sizes(self, accelerator: Accelerator, model: torch.nn.Module) -> list[list[int]]:
+        """Return, rank by rank, how many elements of each parameter it holds: one all-gather."""
+        import torch
+        import torch.distributed as dist
+
+        assert self._shapes, "the model was not prepared by this backend"
+        group = _units(model)[0].process_group
+        own = torch.tensor([p.numel() for p in model.parameters()], device=accelerator.device)
+        sizes = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(sizes, own, group=group)
+        table: list[list[int]] = torch.stack(sizes).tolist()
+        return table
+
     def whole_weights(self, accelerator: Accelerator, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every weight; each is put together by one all-gather of its ranges (and one of their sizes before)."""
         import torch
@@ -122,13 +138,9 @@ class FSDP1Backend(Backend):
 
         from accel_shard.names import canonical
 
-        assert self._shapes, "the model was not prepared by this backend"
         group = _units(model)[0].process_group
         pieces = [(canonical(name), p.detach().reshape(-1)) for name, p in model.named_parameters()]
-        own = torch.tensor([piece.numel() for _, piece in pieces], device=accelerator.device)
-        sizes = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(sizes, own, group=group)
-        table = torch.stack(sizes).tolist()
+        table = self._range_sizes(accelerator, model)
         for index, (name, piece) in enumerate(pieces):
             counts = [row[index] for row in table]
             # Collectives want equal sizes; ranges of one parameter differ from rank to rank.
@@ -137,6 +149,37 @@ class FSDP1Backend(Backend):
             dist.all_gather(gathered, padded, group=group)
             whole = torch.cat([part[:count] for part, count in zip(gathered, counts, strict=True)])
             yield name, whole.view(self._shapes[name])
+
+    def layout(self, accelerator: Accelerator, model: torch.nn.Module, optimizer: Any) -> Layout:
+        """Describe what this rank holds: a range of each flattened parameter."""
+        import torch.distributed as dist
+
+        from accel_shard.backends.parameter_layout import describe
+        from accel_shard.layout import Shard
+        from accel_shard.names import canonical
+
+        table, rank = self._range_sizes(accelerator, model), dist.get_rank(_units(model)[0].process_group)
+        names = [canonical(name) for name, _ in model.named_parameters()]
+        starts = {name: sum(row[index] for row in table[:rank]) for index, name in enumerate(names)}
+
+        def shard_of(name: str, tensor: torch.Tensor) -> Shard:
+            return Shard.flat_range(self._shapes[name], starts[name], tensor.detach().reshape(-1))
+
+        return describe(model, self.torch_optimizer(model, optimizer), shard_of, replicated=False)
+
+    def materialize(
+        self,
+        accelerator: Accelerator,
+        model: torch.nn.Module,
+        optimizer: Any,
+        shapes: Mapping[str, Mapping[str, StateShape]],
+        scalars: Mapping[str, Mapping[str, Any]],
+    ) -> None:
+        """Give the optimizer state of these shapes, and scalars."""
+        from accel_shard.backends.parameter_layout import materialize
+
+        layout = self.layout(accelerator, model, None)
+        materialize(layout, model, self.torch_optimizer(model, optimizer), shapes, scalars)
 
     def clip(self, accelerator: Accelerator, model: torch.nn.Module, max_norm: float) -> torch.Tensor:
         """Clip to the global norm: one all-reduce of a scalar."""

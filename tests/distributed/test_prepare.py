@@ -167,7 +167,7 @@ def tampered(line: str, how: str) -> None:
     elif how == "dtype":
         plugin.mixed_precision_policy = MixedPrecision(param_dtype=torch.bfloat16)
     elif how == "units":
-        accelerator._backend.before_prepare = lambda *_: setattr(plugin, "auto_wrap_policy", None)
+        accelerator.backend.before_prepare = lambda *_: setattr(plugin, "auto_wrap_policy", None)
     elif how == "clipping":
         accelerator.deepspeed_plugin.deepspeed_config["gradient_clipping"] = 1.0
     elif how == "stage":

@@ -1,0 +1,244 @@
+"""``Checkpointer``: saves a run as it goes, finds the newest snapshot that can be trusted, and goes on from it."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import signal
+import time
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+import torch.distributed as dist
+from accelerate.logging import get_logger
+
+from accel_shard.checkpoint.plan import gather
+from accel_shard.checkpoint.run_state import collect, restore, restore_random_state
+from accel_shard.checkpoint.snapshot import MANIFEST, Snapshot, write_snapshot
+from accel_shard.errors import SnapshotError
+
+if TYPE_CHECKING:
+    from accel_shard.accelerator import PolicyAccelerator
+
+__all__ = ["PREEMPTED", "Checkpointer"]
+
+logger = get_logger(__name__)
+
+PREEMPTED: Final = 75
+"""Exit code after a signal: the run saved and left (EX_TEMPFAIL: try again later)."""
+
+_PIN: Final = "pinned"
+
+
+class Checkpointer:
+    """Saves and resumes the run of a :class:`~accel_shard.PolicyAccelerator`. Every rank makes one, after ``prepare``.
+
+    ``with Checkpointer(accelerator, folder, every=500, keep=3) as checkpointer`` also takes SIGTERM and SIGUSR1: when
+    any rank gets one, all ranks agree at the end of an optimizer step, save, and leave with exit code 75.
+
+    Args:
+        accelerator: with exactly one prepared model and one optimizer.
+        folder: where the snapshots are; all ranks must see it.
+        every: save each so many optimizer steps; None never by itself.
+        minutes: save when so many minutes have passed since the last one; None never.
+        keep: how many of the newest snapshots stay; None is all. Pinned ones stay beside them.
+
+    Attributes:
+        steps: optimizer steps that the run has done, over all its launches.
+        progress: plain data of the loop's own (tokens seen, best score), saved and restored with the run.
+    """
+
+    def __init__(
+        self,
+        accelerator: PolicyAccelerator,
+        folder: str | Path,
+        *,
+        every: int | None = None,
+        minutes: float | None = None,
+        keep: int | None = None,
+    ) -> None:
+        for name, value in (("every", every), ("minutes", minutes), ("keep", keep)):
+            if value is not None and value <= 0:
+                raise ValueError(f"{name} is {value!r}. Allowed: a number above 0, or None for off.")
+        self.accelerator, self.folder = accelerator, Path(folder)
+        self.every, self.minutes, self.keep = every, minutes, keep
+        self.steps = 0
+        self.progress: dict[str, Any] = {}
+        self._asked = self._signalled = False
+        self._saved_at_step, self._saved_at = -1, time.monotonic()
+        self._former: dict[int, Any] = {}
+        # Signals and clocks are agreed on over the hosts, so that no device has to be waited for.
+        self._control = dist.new_group(backend="gloo") if _ranks() > 1 else None
+
+    def __enter__(self) -> Checkpointer:
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            with contextlib.suppress(ValueError):  # not the main thread: no signals, but everything else works
+                self._former[number] = signal.signal(number, self._on_signal)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._former.items():
+            signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._signalled = True
+
+    # ---- saving ----------------------------------------------------------------------------------------------
+
+    def step(self) -> bool:
+        """Count an optimizer step and save if a save is due. Every rank must call it, once a micro-batch or step.
+
+        Inside an accumulation window it does nothing. It sums two numbers over the ranks' hosts.
+
+        Returns:
+            Whether a snapshot was committed.
+
+        Raises:
+            SystemExit: with code 75, after a signal and a save.
+            SnapshotError: if a save was due and failed.
+        """
+        if not self.accelerator.sync_gradients:
+            return False
+        self.steps += 1
+        by_clock = self.minutes is not None and time.monotonic() - self._saved_at >= 60 * self.minutes
+        late, signalled = self._any_rank(by_clock, self._signalled)
+        due = self.every is not None and self.steps % self.every == 0
+        if due or late or signalled or self._asked:
+            self.save()
+        if signalled:
+            logger.info("stopped by a signal after step %d; start again to go on", self.steps, main_process_only=True)
+            raise SystemExit(PREEMPTED)
+        return due or late or self._saved_at_step == self.steps
+
+    def save(self) -> Path | None:
+        """Save now, or at the end of the accumulation window if one is open (then None is returned).
+
+        Every rank must call it.
+
+        Raises:
+            SnapshotError: on every rank, if any could not write; earlier snapshots are untouched.
+        """
+        if not self.accelerator.sync_gradients:
+            self._asked = True
+            return None
+        self._asked = False
+        target = self.folder / f"step-{self.steps:09d}"
+        if self._saved_at_step == self.steps:
+            return target
+        started = time.monotonic()
+        model, optimizer = self.accelerator.trained
+        layout = self.accelerator.backend.layout(self.accelerator, model, optimizer)
+        facts, own = collect(self.accelerator, layout, self.progress)
+        existing = gather(self._found() if self.accelerator.is_main_process else None)[0]
+        if target.name in {path.name for _, path in existing}:
+            # A folder that an earlier run filled further than this one has come: its snapshots keep their names.
+            target = target.with_name(f"{target.name}-{max(number for number, _ in existing) + 1}")
+        facts |= {"step": self.steps, "sequence": 1 + max((number for number, _ in existing), default=0)}
+        write_snapshot(target, layout, facts, own)
+        self._saved_at_step, self._saved_at = self.steps, time.monotonic()
+        logger.info("saved %s in %.2f s", target, self._saved_at - started, main_process_only=True)
+        self._retain()
+        return target
+
+    def pin(self, snapshot: str | Path) -> None:
+        """Keep a snapshot whatever :attr:`keep` says. Local; rank 0 alone need call it.
+
+        Raises:
+            SnapshotError: if there is no such snapshot.
+        """
+        folder = Path(snapshot)
+        if not (folder / MANIFEST).is_file():
+            raise SnapshotError(f"{str(folder)!r} is no snapshot, so it cannot be pinned.")
+        (folder / _PIN).touch()
+
+    def _retain(self) -> None:
+        """Remove what :attr:`keep` does not keep; only ever called after a newer commit."""
+        if self.keep is None or not self.accelerator.is_main_process:
+            return
+        for _, path in sorted(self._found(), reverse=True)[self.keep :]:
+            if (path / _PIN).exists():
+                continue
+            # A rename first: a removal that is killed half-way must not leave half a snapshot under its name.
+            trash = path.with_name(f".{path.name}.trash")
+            path.rename(trash)
+            shutil.rmtree(trash, ignore_errors=True)
+
+    # ---- resuming --------------------------------------------------------------------------------------------
+
+    def resume(self, source: str | Path = "auto") -> bool:
+        """Go on from a snapshot, whatever policy and number of ranks wrote it. Every rank must call it.
+
+        Args:
+            source: ``auto`` for the newest in the folder that can be trusted, ``none`` for a fresh start, or the path
+                of one snapshot, which then must be good.
+
+        Returns:
+            Whether there was one; False is a fresh start.
+
+        Raises:
+            SnapshotError: if the named snapshot, or every snapshot in the folder, is bad, or is of another model.
+        """
+        if source == "none":
+            return False
+        named = source != "auto"
+        if named:
+            candidates = [Path(source)]
+        else:
+            found = self._found() if self.accelerator.is_main_process else []
+            candidates = gather([path for _, path in sorted(found, reverse=True)])[0]
+        refused = []
+        for path in candidates:
+            snapshot, fault = self._trusted(path)
+            if snapshot is not None:
+                self._restore(snapshot)
+                return True
+            refused.append(fault)
+            logger.warning("skipped a snapshot: %s", fault, main_process_only=True)
+        if refused:
+            raise SnapshotError("no snapshot can be trusted: " + "; ".join(refused))
+        return False
+
+    def _trusted(self, path: Path) -> tuple[Snapshot | None, str]:
+        """Check a snapshot with all ranks, each its share of the files."""
+        snapshot, fault = None, ""
+        try:
+            snapshot = Snapshot.open(path)
+            snapshot.verify(share=(self.accelerator.process_index, _ranks()))
+        except SnapshotError as error:
+            fault = str(error)
+        faults = [text for text in gather(fault) if text]
+        return (None, faults[0]) if faults else (snapshot, "")
+
+    def _restore(self, snapshot: Snapshot) -> None:
+        self.progress = restore(self.accelerator, snapshot)
+        self.steps = self._saved_at_step = snapshot.manifest["step"]
+        self._saved_at = time.monotonic()
+        former = snapshot.manifest["world_size"]
+        note = "" if former == _ranks() else f" (saved by {former} ranks; new ranks got random streams of their own)"
+        logger.info("resumed %s after step %d%s", snapshot.folder, self.steps, note, main_process_only=True)
+        # Last: what comes before may draw numbers.
+        restore_random_state(self.accelerator, snapshot)
+
+    def _found(self) -> list[tuple[int, Path]]:
+        """List snapshots with the number of their commit: the order in which they were made in this folder."""
+        found = []
+        for path in self.folder.glob("step-*"):
+            try:
+                found.append((int(Snapshot.open(path).manifest["sequence"]), path))
+            except SnapshotError:
+                found.append((-1, path))  # it is looked at last, and then refused with its reason
+        return found
+
+    def _any_rank(self, *flags: bool) -> list[bool]:
+        votes = torch.tensor(flags, dtype=torch.int32)
+        if self._control is not None:
+            dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self._control)
+        return [bool(vote) for vote in votes.tolist()]
+
+
+def _ranks() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1

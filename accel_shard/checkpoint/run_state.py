@@ -1,0 +1,125 @@
+"""What a snapshot holds of a run, and how it is put back: all that makes the next step the one it would have been."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from accel_shard.checkpoint import random_state
+from accel_shard.checkpoint.plain import decode, encode
+from accel_shard.checkpoint.plan import gather
+from accel_shard.checkpoint.snapshot import Snapshot
+from accel_shard.errors import SnapshotError
+from accel_shard.layout import Layout
+
+if TYPE_CHECKING:
+    from accel_shard.accelerator import PolicyAccelerator
+
+__all__ = ["collect", "restore", "restore_random_state"]
+
+
+def collect(accelerator: PolicyAccelerator, layout: Layout, progress: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
+    """Return what the manifest gets beside tensors, and what this rank keeps of its own. Every rank must call it.
+
+    Raises:
+        SnapshotError: for something that only pickle could hold.
+    """
+    model, _ = accelerator.trained
+    scalars: dict[str, dict[str, Any]] = {}
+    for theirs in gather(layout.scalars):
+        for name, values in theirs.items():
+            scalars.setdefault(name, values)
+    facts = {
+        "progress": encode(dict(progress), "progress"),
+        "optimizer": {"groups": encode(layout.groups, "param_groups"), "scalars": encode(scalars, "optimizer state")},
+        "schedulers": [encode(s.state_dict(), f"scheduler {i}") for i, s in enumerate(accelerator._schedulers)],
+        "scaler": encode(accelerator.scaler.state_dict(), "scaler") if accelerator.scaler is not None else None,
+        "objects": [
+            encode(thing.state_dict(), f"registered object {i} ({type(thing).__name__})")
+            for i, thing in enumerate(accelerator._custom_objects)
+        ],
+        "counters": accelerator.backend.counters(model),
+        "micro_step": accelerator.step,
+        "world_size": accelerator.num_processes,
+        "policy": accelerator.policy.to_dict(),
+    }
+    return facts, {"random": encode(random_state.capture(accelerator.device), "random state")}
+
+
+def restore(accelerator: PolicyAccelerator, snapshot: Snapshot) -> dict[str, Any]:
+    """Put everything but the random state back, and return the progress. Every rank must call it.
+
+    Raises:
+        SnapshotError: if the snapshot is of another model or other parameter groups.
+        UnsupportedPolicyError: if this backend cannot carry the stored optimizer state.
+    """
+    backend, (model, optimizer) = accelerator.backend, accelerator.trained
+    facts = snapshot.manifest
+    scalars = decode(facts["optimizer"]["scalars"])
+    client = backend.torch_optimizer(model, optimizer)
+    if client is not None:
+        _restore_groups(client, backend.layout(accelerator, model, optimizer), decode(facts["optimizer"]["groups"]))
+        backend.materialize(accelerator, model, optimizer, _state_shapes(snapshot), scalars)
+    snapshot.read_into(backend.layout(accelerator, model, optimizer))
+    backend.after_load(accelerator, model, optimizer)
+    backend.set_counters(model, facts["counters"])
+    _restore_each("scheduler", accelerator._schedulers, facts["schedulers"])
+    _restore_each("registered object", accelerator._custom_objects, facts["objects"])
+    if accelerator.scaler is not None and facts["scaler"] is not None:
+        accelerator.scaler.load_state_dict(decode(facts["scaler"]))
+    accelerator.step = facts["micro_step"]
+    progress: dict[str, Any] = decode(facts["progress"])
+    return progress
+
+
+def restore_random_state(accelerator: PolicyAccelerator, snapshot: Snapshot) -> None:
+    """Give this rank the random state that it had, or a new stream if the saving run had no such rank. Local."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    own = snapshot.rank_facts(rank)
+    if own is not None:
+        random_state.restore(decode(own["random"]), accelerator.device)
+        return
+    first = snapshot.rank_facts(0)
+    assert first is not None, "a snapshot has a rank 0"
+    random_state.derive(decode(first["random"]), rank)
+
+
+def _restore_each(kind: str, things: list[Any], states: list[Any]) -> None:
+    if len(things) != len(states):
+        raise SnapshotError(f"the snapshot has {len(states)} of: {kind}; this run has {len(things)}. Prepare the same.")
+    for thing, state in zip(things, states, strict=True):
+        thing.load_state_dict(decode(state))
+
+
+def _state_shapes(snapshot: Snapshot) -> dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]]:
+    shapes: dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]] = {}
+    for key, stored in snapshot.manifest["tensors"].items():
+        if key.startswith("optim."):
+            name, _, state = key.removeprefix("optim.").rpartition(".")
+            shapes.setdefault(name, {})[state] = (tuple(stored["shape"]), getattr(torch, stored["dtype"]))
+    return shapes
+
+
+def _restore_groups(client: Any, layout: Layout, stored: list[dict[str, Any]]) -> None:
+    """Set hyperparameters, group by group. A group is known by the names of its parameters, in any order."""
+    own = [set(group["params"]) for group in layout.groups]
+    theirs = [set(group["params"]) for group in stored]
+    if own != theirs:
+        strangers = sorted(set().union(*own) ^ set().union(*theirs))
+        raise SnapshotError(
+            f"the snapshot's parameter groups are not this run's: {len(theirs)} groups of {[len(t) for t in theirs]} "
+            f"parameters against {len(own)} of {[len(o) for o in own]}"
+            + (f"; only in one of them: {', '.join(strangers[:5])}" if strangers else "")
+        )
+    for group, saved in zip(client.param_groups, stored, strict=True):
+        for key, value in saved.items():
+            if key == "params":
+                continue
+            current = group.get(key)
+            if isinstance(current, torch.Tensor):
+                current.fill_(value)  # a tensor learning rate is captured by graphs; keep the object
+            else:
+                group[key] = tuple(value) if isinstance(current, tuple) else value

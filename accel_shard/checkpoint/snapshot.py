@@ -1,0 +1,238 @@
+"""One snapshot: a folder that appears under its name only when all of it is on the disk, and that can be checked.
+
+``manifest.json`` comes last. It holds the index of tensors, size and hash of every other file, and a hash of itself;
+a folder without a manifest that agrees with its files is no snapshot. No pickle is written or read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import uuid
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+
+from accel_shard.checkpoint.plan import Part, StoredTensor, gather, plan_writes
+from accel_shard.checkpoint.storage import HASH, FileRecord, flush_folder, hash_file, write_json, write_tensors
+from accel_shard.errors import SnapshotError
+from accel_shard.layout import Box, Layout, uncovered
+
+__all__ = ["FORMAT", "MANIFEST", "Snapshot", "write_snapshot"]
+
+FORMAT: Final = 1
+MANIFEST: Final = "manifest.json"
+
+
+def write_snapshot(target: Path, layout: Layout, facts: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Write a snapshot of what all ranks hold, and commit it by a rename.
+
+    Every rank must call it. Each writes the tensors that fall to it and its own facts; rank 0 writes the manifest and
+    renames. The ranks exchange what they hold (not the data), and then their files' hashes.
+
+    Args:
+        target: the final folder; it must not exist.
+        layout: of this rank.
+        facts: plain data that rank 0 puts into the manifest.
+        own: plain data of this rank alone, as its random state.
+
+    Raises:
+        SnapshotError: on every rank, if any rank could not write; nothing appears under ``target`` then.
+    """
+    plan = plan_writes(layout)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    partial = Path(gather(str(target.with_name(f".{target.name}.partial-{uuid.uuid4().hex[:12]}")))[0])
+    with _attempt() as made:
+        if rank == 0:
+            if target.exists():
+                raise FileExistsError(f"{str(target)!r} exists already")
+            partial.mkdir(parents=True)
+    _raise_together(target, partial, made)
+    with _attempt() as seen:
+        if not partial.is_dir():
+            raise FileNotFoundError(
+                "the folder that rank 0 made is not there: the ranks do not share this disk. Save to a folder that all "
+                "nodes see"
+            )
+    _raise_together(target, partial, seen)
+    files: dict[str, FileRecord] = {}
+    with _attempt() as written:
+        if plan.mine:
+            files[f"rank-{rank:05d}.safetensors"] = write_tensors(partial / f"rank-{rank:05d}.safetensors", plan.mine)
+        files[f"rank-{rank:05d}.json"] = write_json(partial / f"rank-{rank:05d}.json", dict(own))
+    everyones = gather(files)
+    _raise_together(target, partial, written)
+    with _attempt() as committed:
+        if rank == 0:
+            records = {name: asdict(record) for found in everyones for name, record in found.items()}
+            _commit(partial, target, _manifest(layout, plan.index, records, facts))
+    _raise_together(target, partial, committed)
+
+
+def _manifest(
+    layout: Layout, index: Mapping[str, StoredTensor], files: Mapping[str, Any], facts: Mapping[str, Any]
+) -> dict[str, Any]:
+    tensors = {
+        key: {
+            "shape": list(stored.shape),
+            "dtype": stored.dtype,
+            "parts": [[p.file, p.entry, list(p.box.offsets), list(p.box.sizes)] for p in stored.parts],
+        }
+        for key, stored in index.items()
+    }
+    content = {"format": FORMAT, "hash": HASH, "files": files, "tensors": tensors, "aliases": layout.aliases}
+    return content | dict(facts)
+
+
+def _commit(partial: Path, target: Path, manifest: dict[str, Any]) -> None:
+    write_json(partial / MANIFEST, {"digest": _digest(manifest), "manifest": manifest})
+    flush_folder(partial)
+    partial.rename(target)
+    flush_folder(target.parent)
+
+
+def _digest(manifest: Mapping[str, Any]) -> str:
+    import hashlib
+
+    return hashlib.blake2b(json.dumps(manifest, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+@contextlib.contextmanager
+def _attempt() -> Iterator[list[str]]:
+    """Collect a failure of this rank instead of raising it: the other ranks are about to meet in a collective."""
+    failure: list[str] = []
+    try:
+        yield failure
+    except Exception as error:
+        failure.append(f"{type(error).__name__}: {error}")
+
+
+def _raise_together(target: Path, partial: Path, failure: list[str]) -> None:
+    failures = {rank: found[0] for rank, found in enumerate(gather(failure)) if found}
+    if not failures:
+        return
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+    listed = "; ".join(f"rank {rank}: {text}" for rank, text in failures.items())
+    raise SnapshotError(f"could not write {str(target)!r}; nothing appeared there. {listed}")
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A committed snapshot, opened for reading."""
+
+    folder: Path
+    manifest: dict[str, Any]
+
+    @classmethod
+    def open(cls, folder: str | Path) -> Snapshot:
+        """Read a manifest and check that it is whole.
+
+        Raises:
+            SnapshotError: if there is none, it was changed, or it is of a newer format.
+        """
+        path = Path(folder)
+        try:
+            content = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+            digest, manifest = content["digest"], content["manifest"]
+        except FileNotFoundError:
+            raise SnapshotError(f"{str(path)!r} is no snapshot: it has no {MANIFEST}.") from None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise SnapshotError(f"the manifest of {str(path)!r} cannot be read: {error!r}") from error
+        if _digest(manifest) != digest:
+            raise SnapshotError(f"the manifest of {str(path)!r} was changed after it was written.")
+        if manifest["format"] > FORMAT:
+            raise SnapshotError(
+                f"{str(path)!r} has format {manifest['format']}; this version of accel_shard reads up to {FORMAT}."
+            )
+        return cls(path, manifest)
+
+    def verify(self, *, contents: bool = True, share: tuple[int, int] = (0, 1)) -> None:
+        """Compare every file with the manifest. Local: communicates nothing.
+
+        Args:
+            contents: hash the files too; else compare their sizes only.
+            share: ``(rank, ranks)``: hash this rank's share of the files.
+
+        Raises:
+            SnapshotError: naming the first file that differs.
+        """
+        for number, (name, record) in enumerate(sorted(self.manifest["files"].items())):
+            path = self.folder / name
+            try:
+                size = path.stat().st_size
+                if size != record["size"]:
+                    raise SnapshotError(f"{str(path)!r} has {size} bytes; the manifest says {record['size']}.")
+                mine = number % share[1] == share[0]
+                if contents and mine and hash_file(path, self.manifest["hash"]) != record["hash"]:
+                    raise SnapshotError(f"{str(path)!r} is not what was written: its hash differs.")
+            except OSError as error:
+                raise SnapshotError(f"{str(path)!r} cannot be read: {error}") from error
+
+    def tensor(self, key: str) -> StoredTensor:
+        """Return where a tensor is.
+
+        Raises:
+            SnapshotError: if the snapshot does not have it.
+        """
+        found = self.manifest["tensors"].get(key)
+        if found is None:
+            raise SnapshotError(f"{str(self.folder)!r} has no tensor {key!r}.")
+        parts = tuple(Part(f, e, Box(tuple(o), tuple(s))) for f, e, o, s in found["parts"])
+        return StoredTensor(tuple(found["shape"]), found["dtype"], parts)
+
+    def rank_facts(self, rank: int) -> dict[str, Any] | None:
+        """Return what a rank of the saving run wrote of itself, or None if there was no such rank."""
+        path = self.folder / f"rank-{rank:05d}.json"
+        if not path.is_file():
+            return None
+        facts: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return facts
+
+    def read_into(self, layout: Layout) -> None:
+        """Fill every shard of a layout, whatever boxes the snapshot was written in. Local: communicates nothing.
+
+        Raises:
+            SnapshotError: if a tensor is missing, has another shape, or is not covered by what was written.
+        """
+        with contextlib.ExitStack() as stack:
+            files: dict[str, Any] = {}
+
+            def opened(name: str) -> Any:
+                if name not in files:
+                    from safetensors import safe_open
+
+                    files[name] = stack.enter_context(safe_open(self.folder / name, framework="pt"))
+                return files[name]
+
+            for key, shard in layout.tensors():
+                stored = self.tensor(key)
+                if stored.shape != shard.shape:
+                    raise SnapshotError(
+                        f"{key!r} has shape {shard.shape} in this run and {stored.shape} in {str(self.folder)!r}."
+                    )
+                for box, destination in shard.parts:
+                    _fill(key, box, destination, stored, opened)
+
+
+def _fill(key: str, box: Box, destination: torch.Tensor, stored: StoredTensor, opened: Any) -> None:
+    used = []
+    for part in stored.parts:
+        shared = part.box.intersect(box) if box.sizes else box
+        if shared is None:
+            continue
+        used.append(part.box)
+        file = opened(part.file)
+        if shared.sizes:
+            piece = file.get_slice(part.entry)[shared.slices(inside=part.box)]
+            destination[shared.slices(inside=box)].copy_(piece)
+        else:
+            destination.copy_(file.get_tensor(part.entry))
+    missing = uncovered(box, used)
+    if missing:
+        raise SnapshotError(f"{key!r} is not whole in the snapshot: {missing[0]} is nowhere.")
