@@ -27,23 +27,17 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import transformers
-import yaml
 from accelerate import Accelerator
 from accelerate.utils import set_seed
+from arguments import option, parse_arguments
 from reporting import Reporter, find_trackers, model_card, plot_losses, sample_text
-from text_data import IGNORED, block_loader, load_blocks
+from text_data import IGNORED, EpochSampler, block_loader, load_blocks
 from torch.distributed.elastic.multiprocessing.errors import record
 from transformers import AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
 
-from accel_shard import ShardingPolicy, export_model
-from accel_shard.errors import unknown_name
+from accel_shard import Checkpointer, ShardingPolicy, export_model
 
 # ---- Arguments -----------------------------------------------------------------------------------------------
-
-
-def option(default: Any, text: str) -> Any:
-    """Return a dataclass field with a help text."""
-    return dataclasses.field(default=default, metadata={"help": text})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,6 +76,12 @@ class Arguments:
     logging_steps: int = option(1, "optimizer steps between lines of metrics")
     report_to: str = option("none", "tensorboard, wandb, trackio, ... (several: with commas), all, or none")
     max_new_tokens: int = option(200, "length of the sample written at the end; 0 = none")
+    # Stopping and going on: snapshots are in OUTPUT_DIR/checkpoints, and any policy and number of ranks loads them
+    resume_from_checkpoint: str = option("none", "auto = the newest that can be trusted, or none, or a snapshot's path")
+    save_steps: int | None = option(None, "optimizer steps between snapshots; default: none are saved by steps")
+    save_minutes: float | None = option(None, "minutes between snapshots; default: none are saved by time")
+    save_total_limit: int | None = option(None, "how many of the newest snapshots are kept; default: all")
+    stop_after: int | None = option(None, "save and stop after so many optimizer steps of this launch")
 
     def __post_init__(self) -> None:
         if self.max_steps > 0 and self.num_train_epochs > 0:
@@ -89,24 +89,6 @@ class Arguments:
         for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "eval_steps", "logging_steps"):
             if (value := getattr(self, name)) < 1:
                 raise ValueError(f"--{name} is {value}. Allowed: whole numbers from 1 on.")
-
-
-def parse_arguments(line: list[str]) -> Arguments:
-    """Read the command line; a ``--config`` file is put before it, so that it is checked alike and loses."""
-    parser = transformers.HfArgumentParser(Arguments, description=str(__doc__).partition("\n")[0], allow_abbrev=False)
-    names = [field.name for field in dataclasses.fields(Arguments)]
-    if (file := parser.parse_known_args(line)[0].config) is not None:
-        if not Path(file).is_file():
-            raise ValueError(f"--config {file!r}: there is no such file here ({Path.cwd()}).")
-        values = yaml.safe_load(Path(file).read_text(encoding="utf-8")) or {}
-        for name in values:
-            if name not in names:
-                raise ValueError(f"{file}: " + unknown_name("argument", str(name), names))
-        line = [f"--{name}={value}" for name, value in values.items() if value is not None] + line
-    args, rest = parser.parse_args_into_dataclasses(line, return_remaining_strings=True, look_for_args_file=False)
-    if rest:
-        raise ValueError(unknown_name("argument", rest[0].lstrip("-").partition("=")[0].replace("-", "_"), names))
-    return args
 
 
 # ---- Policy, model, optimizer --------------------------------------------------------------------------------
@@ -150,6 +132,8 @@ def build_optimizer(model: torch.nn.Module, args: Arguments) -> torch.optim.Opti
     return torch.optim.AdamW(groups, args.learning_rate, (args.adam_beta1, args.adam_beta2), args.adam_epsilon)
 
 
+Batches = list[dict[str, torch.Tensor]]
+
 # ---- Loss ----------------------------------------------------------------------------------------------------
 
 
@@ -159,7 +143,7 @@ def summed_loss(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch
     return F.cross_entropy(logits, batch["labels"][:, 1:].flatten(), ignore_index=IGNORED, reduction="sum")
 
 
-def count_tokens(batches: list[dict[str, torch.Tensor]]) -> torch.Tensor:
+def count_tokens(batches: Batches) -> torch.Tensor:
     """Return how many tokens of these batches are scored."""
     return torch.stack([(batch["labels"][:, 1:] != IGNORED).sum() for batch in batches]).sum().float()
 
@@ -179,19 +163,41 @@ def evaluate(accelerator: Accelerator, model: torch.nn.Module, loader: Any) -> f
 # ---- Training ------------------------------------------------------------------------------------------------
 
 
-def global_batches(loader: Any, micro_batches: int) -> Iterator[list[dict[str, torch.Tensor]]]:
-    """Yield this rank's micro-batches of each optimizer step, epoch after epoch."""
-    for epoch in itertools.count():
+def global_batches(loader: Any, order: EpochSampler, micro_batches: int, first: int) -> Iterator[Batches]:
+    """Yield this rank's micro-batches of each optimizer step from step ``first`` on, epoch after epoch."""
+    epoch, done = divmod(first, order.steps)
+    while True:
+        order.start = done * order.global_batch  # what was seen before is not even read
         loader.set_epoch(epoch)
         batches = iter(loader)
         while group := list(itertools.islice(batches, micro_batches)):
             yield group
+        epoch, done = epoch + 1, 0
+
+
+def train_step(accelerator: Any, model: Any, optimizer: Any, scheduler: Any, batches: Batches) -> list[torch.Tensor]:
+    """Do one optimizer step; return this rank's summed loss, all ranks' scored tokens, and the gradients' norm."""
+    tokens = accelerator.reduce(count_tokens(batches))
+    loss = torch.zeros_like(tokens)
+    # backward() divides by the micro-batches and averages over the ranks; divide by the tokens instead.
+    scale = accelerator.gradient_accumulation_steps * accelerator.num_processes / tokens
+    for batch in batches:
+        with accelerator.accumulate(model):
+            part = summed_loss(model, batch)
+            accelerator.backward(part * scale)
+            if accelerator.sync_gradients:
+                grad_norm = accelerator.clip_grad_norm_(model.parameters())
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        loss += part.detach()
+    return [loss, tokens, grad_norm]
 
 
 @record
 def main() -> None:
     """Train, evaluate, export."""
-    args = parse_arguments(sys.argv[1:])
+    args = parse_arguments(Arguments, sys.argv[1:], str(__doc__))
     policy, folder = build_policy(args), Path(args.output_dir)
     trackers = find_trackers(args.report_to)  # a step's batches are fetched ahead, so the loader ends too early
     accelerator = policy.accelerator(log_with=trackers, project_dir=args.output_dir, sync_with_dataloader=False)
@@ -206,36 +212,40 @@ def main() -> None:
         steps = math.ceil(args.num_train_epochs * math.ceil(len(blocks) / global_batch))
     optimizer = build_optimizer(model, args)
     scheduler = transformers.get_scheduler(args.lr_scheduler_type, optimizer, args.warmup_steps, steps)
-    train_loader = block_loader(blocks, args.per_device_train_batch_size, global_batch, args.seed)
-    eval_loader = block_loader(held_out, args.per_device_eval_batch_size, args.per_device_eval_batch_size * ranks)
+    order = EpochSampler(len(blocks), global_batch, args.seed)
+    train_loader = block_loader(blocks, args.per_device_train_batch_size, order)
+    eval_order = EpochSampler(len(held_out), args.per_device_eval_batch_size * ranks)
+    eval_loader = block_loader(held_out, args.per_device_eval_batch_size, eval_order)
     model, optimizer, train_loader, eval_loader, scheduler = accelerator.prepare(
         model, optimizer, train_loader, eval_loader, scheduler
     )
     accelerator.init_trackers("finetune", config={key: value for key, value in vars(args).items() if value is not None})
     accelerator.print(f"policy {policy.to_line()} on {ranks} ranks; {len(blocks)} blocks, {global_batch} in a step")
 
-    report = Reporter(accelerator, folder, steps)
-    report.evaluation(0, loss=evaluate(accelerator, model, eval_loader))
-    for step, batches in enumerate(itertools.islice(global_batches(train_loader, accumulation), steps), start=1):
-        tokens = accelerator.reduce(count_tokens(batches))
-        loss, learning_rate = torch.zeros_like(tokens), scheduler.get_last_lr()[0]
-        for batch in batches:
-            with accelerator.accumulate(model):
-                part = summed_loss(model, batch)
-                # backward() divides by the micro-batches and averages over the ranks; divide by the tokens instead.
-                accelerator.backward(part * (accumulation * ranks / tokens))
-                if accelerator.sync_gradients:
-                    grad_norm = accelerator.clip_grad_norm_(model.parameters())
-                optimizer.step()
-                scheduler.step()
-                optimizer.zero_grad()
-            loss += part.detach()
-        report.step_done(tokens)
-        if step % args.logging_steps == 0 or step == steps:
-            mean = accelerator.reduce(loss) / tokens
-            report.train(step, loss=float(mean), learning_rate=learning_rate, grad_norm=float(grad_norm))
-        if step % args.eval_steps == 0 or step == steps:
-            report.evaluation(step, loss=evaluate(accelerator, model, eval_loader))
+    limits = {"every": args.save_steps, "minutes": args.save_minutes, "keep": args.save_total_limit}
+    with Checkpointer(accelerator, folder / "checkpoints", **limits) as checkpointer:
+        resumed = checkpointer.resume(args.resume_from_checkpoint)
+        if (saved := checkpointer.progress.setdefault("global_batch", global_batch)) != global_batch:
+            raise ValueError(f"the snapshot has {saved} blocks in a step, this launch {global_batch}: keep them equal.")
+        report, first = Reporter(accelerator, folder, steps, after=checkpointer.steps), checkpointer.steps
+        if not resumed:
+            report.evaluation(0, loss=evaluate(accelerator, model, eval_loader))
+        last = min(steps, first + args.stop_after) if args.stop_after else steps
+        groups = global_batches(train_loader, order, accumulation, first)
+        for step, batches in zip(range(first + 1, last + 1), groups, strict=False):
+            learning_rate = scheduler.get_last_lr()[0]
+            loss, tokens, grad_norm = train_step(accelerator, model, optimizer, scheduler, batches)
+            report.step_done(tokens)
+            if step % args.logging_steps == 0 or step == steps:
+                mean = float(accelerator.reduce(loss) / tokens)
+                report.train(step, loss=mean, learning_rate=learning_rate, grad_norm=float(grad_norm))
+            if step % args.eval_steps == 0 or step == steps:
+                report.evaluation(step, loss=evaluate(accelerator, model, eval_loader))
+            checkpointer.step()
+        if last < steps:
+            accelerator.print(f"stopped after step {last} of {steps}; go on with --resume_from_checkpoint auto")
+            checkpointer.save()
+            return accelerator.end_training()
 
     card = model_card(vars(args), report.scores, {"policy": policy.to_line(), "ranks": ranks, "optimizer steps": steps})
     export_model(accelerator, model, folder / "model", tokenizer=tokenizer, card=card)

@@ -43,17 +43,19 @@ def find_trackers(report_to: str) -> list[str] | None:
 class Reporter:
     """Reports a run; every rank makes one and calls it, rank 0 alone writes.
 
-    ``metrics.jsonl`` starts empty and gets one object a line. A terminal shows a bar, anything else plain lines.
+    ``metrics.jsonl`` gets one object a line. It starts empty, or with the lines up to the step ``after`` which a
+    resumed run goes on, so that no step is doubled or missing. A terminal shows a bar, anything else plain lines.
     """
 
-    def __init__(self, accelerator: Accelerator, folder: Path, num_steps: int) -> None:
+    def __init__(self, accelerator: Accelerator, folder: Path, num_steps: int, after: int = 0) -> None:
         self.accelerator, self.path, self.num_steps = accelerator, folder / "metrics.jsonl", num_steps
         if accelerator.is_main_process:
             folder.mkdir(parents=True, exist_ok=True)
-            self.path.write_text("")
+            former = self.path.read_text().splitlines() if after and self.path.is_file() else []
+            self.path.write_text("".join(f"{line}\n" for line in former if json.loads(line)["step"] <= after))
         self.scores: dict[int, float] = {}
         self.plain = not sys.stderr.isatty()
-        self.bar = tqdm(total=num_steps, disable=self.plain, unit="step", dynamic_ncols=True)
+        self.bar = tqdm(total=num_steps, initial=after, disable=self.plain, unit="step", dynamic_ncols=True)
         self.started, self.tokens = time.perf_counter(), torch.zeros((), device=accelerator.device)
 
     def step_done(self, tokens: torch.Tensor) -> None:

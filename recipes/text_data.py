@@ -8,6 +8,7 @@ number of ranks, and none is dropped or seen twice. All tokens are held in memor
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -168,18 +169,25 @@ class EpochSampler(Sampler[int]):
     """The order of the blocks in an epoch, filled up with :data:`PADDING` to a multiple of the global batch.
 
     Global batch k is ``order[k * global_batch : (k + 1) * global_batch]``, however many ranks and micro-batches
-    share it. Without a seed the order is that of the text. No global random state is read or changed.
+    share it. Without a seed the order is that of the text. No global random state is read or changed. The first
+    ``start`` blocks of the epoch's order are left out, unread: that is how a run goes on in the middle of an epoch.
     """
 
     def __init__(self, num_blocks: int, global_batch: int, seed: int | None = None) -> None:
-        self.num_blocks, self.global_batch, self.seed, self.epoch = num_blocks, global_batch, seed, 0
+        self.num_blocks, self.global_batch, self.seed = num_blocks, global_batch, seed
+        self.epoch = self.start = 0
+
+    @property
+    def steps(self) -> int:
+        """Global batches in a whole epoch."""
+        return math.ceil(self.num_blocks / self.global_batch)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch; Accelerate's prepared loader calls it."""
         self.epoch = epoch
 
     def __len__(self) -> int:
-        return self.num_blocks + -self.num_blocks % self.global_batch
+        return self.steps * self.global_batch - self.start
 
     def __iter__(self) -> Iterator[int]:
         order = list(range(self.num_blocks))
@@ -187,12 +195,11 @@ class EpochSampler(Sampler[int]):
             digest = hashlib.blake2b(f"{self.seed}/{self.epoch}".encode(), digest_size=8).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
             order = torch.randperm(self.num_blocks, generator=generator).tolist()
-        yield from order
-        yield from [PADDING] * (len(self) - self.num_blocks)
+        order += [PADDING] * (self.steps * self.global_batch - self.num_blocks)
+        yield from order[self.start :]
 
 
-def block_loader(blocks: PackedBlocks, batch_size: int, global_batch: int, seed: int | None = None) -> DataLoader[Any]:
+def block_loader(blocks: PackedBlocks, batch_size: int, order: EpochSampler) -> DataLoader[Any]:
     """Return a loader of micro-batches; Accelerate deals micro-batch i to rank i modulo the number of ranks."""
-    sampler = EpochSampler(len(blocks), global_batch, seed)
     # A generator of its own: iterating a DataLoader draws a number, from the global one if it has none.
-    return DataLoader(blocks, batch_size, sampler=sampler, generator=torch.Generator().manual_seed(seed or 0))
+    return DataLoader(blocks, batch_size, sampler=order, generator=torch.Generator().manual_seed(order.seed or 0))

@@ -6,18 +6,21 @@ from pathlib import Path
 
 import finetune
 import pytest
+from arguments import parse_arguments
 
-MINIMAL = ["--max-steps", "3"]
+
+def parsed(line: list[str]) -> finetune.Arguments:
+    return parse_arguments(finetune.Arguments, line)
 
 
 def test_hyphens_and_underscores_are_one(tmp_path: Path) -> None:
-    assert finetune.parse_arguments(["--max-steps=3"]) == finetune.parse_arguments(["--max_steps", "3"])
+    assert parsed(["--max-steps=3"]) == parsed(["--max_steps", "3"])
 
 
 def test_a_file_gives_defaults_and_the_command_line_wins(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("max_steps: 5\nlearning_rate: 1e-4\nmodel_name_or_path: some/model\nreport_to: null\n")
-    args = finetune.parse_arguments(["--config", str(file), "--max_steps", "7"])
+    args = parsed(["--config", str(file), "--max_steps", "7"])
     assert (args.max_steps, args.learning_rate, args.model_name_or_path) == (7, 1e-4, "some/model")
 
 
@@ -32,20 +35,20 @@ def test_a_file_gives_defaults_and_the_command_line_wins(tmp_path: Path) -> None
 )
 def test_wrong_arguments_say_what_is_allowed(line: list[str], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        finetune.parse_arguments(line)
+        parsed(line)
 
 
 def test_unknown_keys_of_a_file_are_errors(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("learning_rat: 1\n")
     with pytest.raises(ValueError, match="Did you mean 'learning_rate'"):
-        finetune.parse_arguments(["--config", str(tmp_path / "run.yaml")])
+        parsed(["--config", str(tmp_path / "run.yaml")])
 
 
 def test_shipped_config_files_parse() -> None:
     files = list((Path(finetune.__file__).parent / "configs").glob("*.yaml"))
     assert files
     for file in files:
-        finetune.parse_arguments(["--config", str(file)])
+        parsed(["--config", str(file)])
 
 
 def test_clipping_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,7 +56,7 @@ def test_clipping_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
     def clipping(*line: str) -> float | None:
-        return finetune.build_policy(finetune.parse_arguments(list(line))).gradient_clipping
+        return finetune.build_policy(parsed(list(line))).gradient_clipping
 
     assert clipping() == 1.0
     assert clipping("--max_grad_norm", "0") is None
@@ -68,4 +71,4 @@ def test_clipping_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_model_that_does_not_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ValueError, match="no such folder, nor a model"):
-        finetune.load_model(finetune.parse_arguments(["--model_name_or_path", "./no-such-folder"]))
+        finetune.load_model(parsed(["--model_name_or_path", "./no-such-folder"]))

@@ -79,7 +79,7 @@ def test_order_of_samples_does_not_depend_on_the_global_batch(text_data: Any) ->
 def test_iterating_draws_nothing_from_the_global_generator(text_data: Any) -> None:
     blocks = text_data.PackedBlocks(["abcdefgh" * 10], Characters(), 8)
     state = torch.get_rng_state()
-    assert len(list(text_data.block_loader(blocks, 2, 4, seed=1))) == 6
+    assert len(list(text_data.block_loader(blocks, 2, text_data.EpochSampler(len(blocks), 4, seed=1)))) == 6
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -223,3 +223,12 @@ def test_errors_of_files_name_the_file_and_the_columns(
     (tmp_path / "broken.json").write_text("{nothing")
     with pytest.raises(ValueError, match=r"broken\.json.*not a readable json file"):
         text_data.load_documents(str(tmp_path / "broken.json"))
+
+
+def test_an_epoch_that_goes_on_in_the_middle_has_the_rest_and_no_more(text_data) -> None:
+    order = text_data.EpochSampler(21, 8, seed=2)
+    whole = list(order)
+    order.start = 8
+    assert list(order) == whole[8:]
+    assert len(order) == 16
+    assert order.steps == 3
