@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import signal
+import threading
 import time
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -16,7 +17,7 @@ from accelerate.logging import get_logger
 
 from accel_shard.checkpoint.plan import gather
 from accel_shard.checkpoint.run_state import collect, restore, restore_random_state
-from accel_shard.checkpoint.snapshot import MANIFEST, Snapshot, write_snapshot
+from accel_shard.checkpoint.snapshot import MANIFEST, Snapshot, StagedSnapshot, stage_snapshot
 from accel_shard.errors import SnapshotError
 
 if TYPE_CHECKING:
@@ -44,6 +45,8 @@ class Checkpointer:
         every: save each so many optimizer steps; None never by itself.
         minutes: save when so many minutes have passed since the last one; None never.
         keep: how many of the newest snapshots stay; None is all. Pinned ones stay beside them.
+        background: copy to host memory and write from a thread while training goes on; one save is in flight at most.
+            It needs host memory for this rank's share. A failure is raised by the next call, on every rank.
 
     Attributes:
         steps: optimizer steps that the run has done, over all its launches.
@@ -58,6 +61,7 @@ class Checkpointer:
         every: int | None = None,
         minutes: float | None = None,
         keep: int | None = None,
+        background: bool = True,
     ) -> None:
         for name, value in (("every", every), ("minutes", minutes), ("keep", keep)):
             if value is not None and value <= 0:
@@ -69,8 +73,12 @@ class Checkpointer:
         self._asked = self._signalled = False
         self._saved_at_step, self._saved_at = -1, time.monotonic()
         self._former: dict[int, Any] = {}
-        # Signals and clocks are agreed on over the hosts, so that no device has to be waited for.
-        self._control = dist.new_group(backend="gloo") if _ranks() > 1 else None
+        # Over the hosts, so that no device has to be waited for: one group to agree on signals and clocks, one for
+        # the thread that writes.
+        self._control, self._writers = (dist.new_group(backend="gloo") if _ranks() > 1 else None for _ in range(2))
+        self._buffers: dict[str, torch.Tensor] | None = {} if background else None
+        self._thread: threading.Thread | None = None
+        self._failure: SnapshotError | None = None
 
     def __enter__(self) -> Checkpointer:
         for number in (signal.SIGTERM, signal.SIGUSR1):
@@ -83,6 +91,8 @@ class Checkpointer:
     ) -> None:
         for number, handler in self._former.items():
             signal.signal(number, handler)
+        # After an error some ranks may be gone, and a save that waits for them must not hide the error.
+        self.wait(limit=None if error is None or isinstance(error, SystemExit) else 60.0)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._signalled = True
@@ -92,24 +102,27 @@ class Checkpointer:
     def step(self) -> bool:
         """Count an optimizer step and save if a save is due. Every rank must call it, once a micro-batch or step.
 
-        Inside an accumulation window it does nothing. It sums two numbers over the ranks' hosts.
+        Inside an accumulation window it does nothing. It sums three numbers over the ranks' hosts.
 
         Returns:
-            Whether a snapshot was committed.
+            Whether a save was made, or begun.
 
         Raises:
             SystemExit: with code 75, after a signal and a save.
-            SnapshotError: if a save was due and failed.
+            SnapshotError: on every rank, if this save or one in the background failed; training itself is unharmed.
         """
         if not self.accelerator.sync_gradients:
             return False
         self.steps += 1
         by_clock = self.minutes is not None and time.monotonic() - self._saved_at >= 60 * self.minutes
-        late, signalled = self._any_rank(by_clock, self._signalled)
+        late, signalled, failed = self._any_rank(by_clock, self._signalled, self._failure is not None)
+        if failed:
+            self.wait()
         due = self.every is not None and self.steps % self.every == 0
         if due or late or signalled or self._asked:
             self.save()
         if signalled:
+            self.wait()
             logger.info("stopped by a signal after step %d; start again to go on", self.steps, main_process_only=True)
             raise SystemExit(PREEMPTED)
         return due or late or self._saved_at_step == self.steps
@@ -117,7 +130,7 @@ class Checkpointer:
     def save(self) -> Path | None:
         """Save now, or at the end of the accumulation window if one is open (then None is returned).
 
-        Every rank must call it.
+        Every rank must call it. In the background the folder appears some time later; :meth:`wait` waits for it.
 
         Raises:
             SnapshotError: on every rank, if any could not write; earlier snapshots are untouched.
@@ -129,20 +142,62 @@ class Checkpointer:
         target = self.folder / f"step-{self.steps:09d}"
         if self._saved_at_step == self.steps:
             return target
+        self.wait()
         started = time.monotonic()
         model, optimizer = self.accelerator.trained
         layout = self.accelerator.backend.layout(self.accelerator, model, optimizer)
         facts, own = collect(self.accelerator, layout, self.progress)
         existing = gather(self._found() if self.accelerator.is_main_process else None)[0]
+        newest = max((number for number, _ in existing), default=0)
         if target.name in {path.name for _, path in existing}:
             # A folder that an earlier run filled further than this one has come: its snapshots keep their names.
-            target = target.with_name(f"{target.name}-{max(number for number, _ in existing) + 1}")
-        facts |= {"step": self.steps, "sequence": 1 + max((number for number, _ in existing), default=0)}
-        write_snapshot(target, layout, facts, own)
+            target = target.with_name(f"{target.name}-{newest + 1}")
+        facts |= {"step": self.steps, "sequence": newest + 1}
+        staged = stage_snapshot(target, layout, facts, own, self._buffers)
+        if self._buffers is None:
+            self._write(staged, None)
+        else:
+            self._thread = threading.Thread(
+                target=self._write_quietly, args=(staged,), name="accel_shard save", daemon=True
+            )
+            self._thread.start()
         self._saved_at_step, self._saved_at = self.steps, time.monotonic()
-        logger.info("saved %s in %.2f s", target, self._saved_at - started, main_process_only=True)
-        self._retain()
+        stood = time.monotonic() - started
+        logger.info(
+            "step %d: training stood still for %.3f s to save %s", self.steps, stood, target, main_process_only=True
+        )
         return target
+
+    def _write(self, staged: StagedSnapshot, group: dist.ProcessGroup | None) -> None:
+        staged.write(group)
+        self._retain()
+
+    def _write_quietly(self, staged: StagedSnapshot) -> None:
+        try:
+            self._write(staged, self._writers)
+        except SnapshotError as error:
+            self._failure = error
+        except Exception as error:  # a rank is gone; what it was must reach the loop, not the thread's end
+            self._failure = SnapshotError(f"the save to {str(staged.target)!r} broke off: {error!r}")
+
+    def wait(self, limit: float | None = None) -> None:
+        """Wait until no save is in flight.
+
+        Args:
+            limit: seconds; after them the save is left to itself.
+
+        Raises:
+            SnapshotError: if the save failed.
+        """
+        if self._thread is not None:
+            self._thread.join(limit)
+            if self._thread.is_alive():
+                logger.warning("a save was still in flight after %s s and is given up", limit)
+            self._thread = None
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            self._saved_at_step = -1
+            raise failure
 
     def pin(self, snapshot: str | Path) -> None:
         """Keep a snapshot whatever :attr:`keep` says. Local; rank 0 alone need call it.
@@ -182,6 +237,7 @@ class Checkpointer:
         Raises:
             SnapshotError: if the named snapshot, or every snapshot in the folder, is bad, or is of another model.
         """
+        self.wait()
         if source == "none":
             return False
         named = source != "auto"

@@ -45,12 +45,12 @@ class WritePlan:
     index: dict[str, StoredTensor]
 
 
-def gather(value: Any) -> list[Any]:
-    """Return every rank's value, in the order of ranks. Every rank must call it."""
+def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Return every rank's value, in the order of ranks. Every rank must call it, on the same group of all ranks."""
     if not (dist.is_initialized() and dist.get_world_size() > 1):
         return [value]
     found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
+    dist.all_gather_object(found, value, group=group)
     return found
 
 

@@ -7,7 +7,9 @@ a folder without a manifest that agrees with its files is no snapshot. No pickle
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
+import math
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping
@@ -18,64 +20,119 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from accel_shard.checkpoint.plan import Part, StoredTensor, gather, plan_writes
+from accel_shard.checkpoint.plan import Part, StoredTensor, WritePlan, gather, plan_writes
 from accel_shard.checkpoint.storage import HASH, FileRecord, flush_folder, hash_file, write_json, write_tensors
 from accel_shard.errors import SnapshotError
 from accel_shard.layout import Box, Layout, uncovered
 
-__all__ = ["FORMAT", "MANIFEST", "Snapshot", "write_snapshot"]
+__all__ = ["FORMAT", "MANIFEST", "Snapshot", "StagedSnapshot", "stage_snapshot"]
 
 FORMAT: Final = 1
 MANIFEST: Final = "manifest.json"
 
 
-def write_snapshot(target: Path, layout: Layout, facts: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    """Write a snapshot of what all ranks hold, and commit it by a rename.
+@dataclass(frozen=True, slots=True)
+class StagedSnapshot:
+    """A snapshot that is agreed on and can be written: by :meth:`write`, now or from another thread."""
 
-    Every rank must call it. Each writes the tensors that fall to it and its own facts; rank 0 writes the manifest and
-    renames. The ranks exchange what they hold (not the data), and then their files' hashes.
+    target: Path
+    plan: WritePlan
+    aliases: dict[str, str]
+    facts: dict[str, Any]
+    own: dict[str, Any]
+
+    def write(self, group: dist.ProcessGroup | None = None) -> None:
+        """Write this rank's files and commit with the others, by a rename on rank 0.
+
+        Every rank must call it, each on the same group. They exchange failures, and their files' sizes and hashes.
+
+        Raises:
+            SnapshotError: on every rank, if any rank could not write; nothing appears under ``target`` then.
+        """
+        target, rank = self.target, dist.get_rank() if dist.is_initialized() else 0
+        partial = target.with_name(f".{target.name}.partial-{uuid.uuid4().hex[:12]}")
+        partial = Path(gather(str(partial), group)[0])
+        with _attempt() as made:
+            if rank == 0:
+                self._make_room(partial)
+        _raise_together(target, partial, made, group)
+        with _attempt() as seen:
+            if not partial.is_dir():
+                raise FileNotFoundError(
+                    "the folder that rank 0 made is not there: the ranks do not share this disk. Save to a folder that "
+                    "all nodes see"
+                )
+        _raise_together(target, partial, seen, group)
+        name = f"rank-{rank:05d}"
+        files: dict[str, FileRecord] = {}
+        with _attempt() as written:
+            if self.plan.mine:
+                files[f"{name}.safetensors"] = write_tensors(partial / f"{name}.safetensors", self.plan.mine)
+            files[f"{name}.json"] = write_json(partial / f"{name}.json", self.own)
+        everyones = gather(files, group)
+        _raise_together(target, partial, written, group)
+        with _attempt() as committed:
+            if rank == 0:
+                records = {file: asdict(record) for found in everyones for file, record in found.items()}
+                _commit(partial, target, _manifest(self.aliases, self.plan.index, records, self.facts))
+        _raise_together(target, partial, committed, group)
+
+    def _make_room(self, partial: Path) -> None:
+        if self.target.exists():
+            raise FileExistsError(f"{str(self.target)!r} exists already")
+        partial.mkdir(parents=True)
+        needed = sum(math.prod(t.shape) * getattr(torch, t.dtype).itemsize for t in self.plan.index.values())
+        free = shutil.disk_usage(partial).free
+        if free < needed:
+            raise OSError(errno.ENOSPC, f"{needed:,} bytes are needed and {free:,} are free")
+
+
+def stage_snapshot(
+    target: Path,
+    layout: Layout,
+    facts: Mapping[str, Any],
+    own: Mapping[str, Any],
+    buffers: dict[str, torch.Tensor] | None = None,
+) -> StagedSnapshot:
+    """Agree on who writes what, and optionally copy this rank's share to host memory.
+
+    Every rank must call it; they exchange what they hold (not the data).
 
     Args:
         target: the final folder; it must not exist.
         layout: of this rank.
         facts: plain data that rank 0 puts into the manifest.
         own: plain data of this rank alone, as its random state.
-
-    Raises:
-        SnapshotError: on every rank, if any rank could not write; nothing appears under ``target`` then.
+        buffers: host memory by entry, made here where it is missing and used again at the next call; training may go
+            on when this returns. None leaves the live tensors in the plan: nothing may change before they are written.
     """
     plan = plan_writes(layout)
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    partial = Path(gather(str(target.with_name(f".{target.name}.partial-{uuid.uuid4().hex[:12]}")))[0])
-    with _attempt() as made:
-        if rank == 0:
-            if target.exists():
-                raise FileExistsError(f"{str(target)!r} exists already")
-            partial.mkdir(parents=True)
-    _raise_together(target, partial, made)
-    with _attempt() as seen:
-        if not partial.is_dir():
-            raise FileNotFoundError(
-                "the folder that rank 0 made is not there: the ranks do not share this disk. Save to a folder that all "
-                "nodes see"
-            )
-    _raise_together(target, partial, seen)
-    files: dict[str, FileRecord] = {}
-    with _attempt() as written:
-        if plan.mine:
-            files[f"rank-{rank:05d}.safetensors"] = write_tensors(partial / f"rank-{rank:05d}.safetensors", plan.mine)
-        files[f"rank-{rank:05d}.json"] = write_json(partial / f"rank-{rank:05d}.json", dict(own))
-    everyones = gather(files)
-    _raise_together(target, partial, written)
-    with _attempt() as committed:
-        if rank == 0:
-            records = {name: asdict(record) for found in everyones for name, record in found.items()}
-            _commit(partial, target, _manifest(layout, plan.index, records, facts))
-    _raise_together(target, partial, committed)
+    if buffers is not None:
+        plan = WritePlan(_to_host(plan.mine, buffers), plan.index)
+    return StagedSnapshot(target, plan, dict(layout.aliases), dict(facts), dict(own))
+
+
+def _to_host(
+    entries: list[tuple[str, torch.Tensor]], buffers: dict[str, torch.Tensor]
+) -> list[tuple[str, torch.Tensor]]:
+    for stale in buffers.keys() - {name for name, _ in entries}:
+        del buffers[stale]
+    devices = set()
+    for name, tensor in entries:
+        buffer = buffers.get(name)
+        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+            pinned = tensor.device.type == "cuda"
+            buffers[name] = buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+        buffer.copy_(tensor, non_blocking=True)
+        devices.add(tensor.device)
+    for device in devices:
+        if device.type != "cpu":
+            torch.get_device_module(device).synchronize(device)
+    return [(name, buffers[name]) for name, _ in entries]
 
 
 def _manifest(
-    layout: Layout, index: Mapping[str, StoredTensor], files: Mapping[str, Any], facts: Mapping[str, Any]
+    aliases: Mapping[str, str], index: Mapping[str, StoredTensor], files: Mapping[str, Any], facts: Mapping[str, Any]
 ) -> dict[str, Any]:
     tensors = {
         key: {
@@ -85,7 +142,7 @@ def _manifest(
         }
         for key, stored in index.items()
     }
-    content = {"format": FORMAT, "hash": HASH, "files": files, "tensors": tensors, "aliases": layout.aliases}
+    content = {"format": FORMAT, "hash": HASH, "files": files, "tensors": tensors, "aliases": dict(aliases)}
     return content | dict(facts)
 
 
@@ -112,8 +169,8 @@ def _attempt() -> Iterator[list[str]]:
         failure.append(f"{type(error).__name__}: {error}")
 
 
-def _raise_together(target: Path, partial: Path, failure: list[str]) -> None:
-    failures = {rank: found[0] for rank, found in enumerate(gather(failure)) if found}
+def _raise_together(target: Path, partial: Path, failure: list[str], group: dist.ProcessGroup | None) -> None:
+    failures = {rank: found[0] for rank, found in enumerate(gather(failure, group)) if found}
     if not failures:
         return
     if not dist.is_initialized() or dist.get_rank() == 0:
@@ -180,7 +237,10 @@ class Snapshot:
         Raises:
             SnapshotError: if the snapshot does not have it.
         """
-        found = self.manifest["tensors"].get(key)
+        tensors = self.manifest["tensors"]
+        kind, _, name = key.partition(".")
+        # A weight that was tied when it was saved is stored once, under the first of its names.
+        found = tensors.get(key) or tensors.get(f"{kind}.{self.manifest['aliases'].get(name)}")
         if found is None:
             raise SnapshotError(f"{str(self.folder)!r} has no tensor {key!r}.")
         parts = tuple(Part(f, e, Box(tuple(o), tuple(s))) for f, e, o, s in found["parts"])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ def save(line: str, folder: str, dropout: float = 0.0) -> tuple[list[float], dic
     with Checkpointer(run.accelerator, folder) as checkpointer:
         checkpointer.steps, checkpointer.progress = len(BEFORE), {"tokens": 123}
         checkpointer.save()
-    losses = run.train(AFTER)
+        losses = run.train(AFTER)  # while it is written
     return losses, run.weights(), random.random()
 
 
@@ -243,7 +244,23 @@ def named(line: str, folder: str) -> None:
         checkpointer.resume(folder)
 
 
-def failing_save(line: str, folder: str, failing_rank: int) -> None:
+def wait_for_threads() -> None:
+    import threading
+
+    for thread in threading.enumerate():
+        if thread.name == "accel_shard save":
+            thread.join()
+
+
+def save_and_go_on(run: Run, checkpointer: Checkpointer) -> None:
+    """Save; in the background it is the next step that says what became of it, the same one on all ranks."""
+    checkpointer.save()
+    wait_for_threads()
+    run.train([1])
+    checkpointer.step()
+
+
+def failing_save(line: str, folder: str, failing_rank: int, background: bool) -> None:
     """A save in which one rank's disk is full; then another that works."""
     import errno
 
@@ -251,7 +268,7 @@ def failing_save(line: str, folder: str, failing_rank: int) -> None:
 
     run = Run(line)
     original = snapshot.write_tensors
-    with Checkpointer(run.accelerator, folder) as checkpointer:
+    with Checkpointer(run.accelerator, folder, background=background) as checkpointer:
         checkpointer.steps = 1
         checkpointer.save()
         run.train([0])
@@ -262,22 +279,21 @@ def failing_save(line: str, folder: str, failing_rank: int) -> None:
                 raise OSError(errno.ENOSPC, "No space left on device")
 
             snapshot.write_tensors = full
-        try:
-            with pytest.raises(RuntimeError, match=f"rank {failing_rank}: OSError: .*No space left"):
-                checkpointer.save()
-        finally:
-            snapshot.write_tensors = original
-        checkpointer.steps = 3
+        with pytest.raises(RuntimeError, match=f"rank {failing_rank}: OSError: .*No space left"):
+            save_and_go_on(run, checkpointer)
+        snapshot.write_tensors = original
+        checkpointer.steps = 9
         checkpointer.save()
 
 
+@pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("failing_rank", [0, 1])
 def test_a_full_disk_fails_on_every_rank_and_touches_nothing(
-    failing_rank: int, two_ranks: RankPool, tmp_path: Path
+    failing_rank: int, background: bool, two_ranks: RankPool, tmp_path: Path
 ) -> None:
-    two_ranks.run(failing_save, "zero2", str(tmp_path), failing_rank)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000000001", "step-000000003"]
-    assert two_ranks.run(damaged, "zero2", str(tmp_path)) == [3, 3]
+    two_ranks.run(failing_save, "zero2", str(tmp_path), failing_rank, background)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000000001", "step-000000009"]
+    assert two_ranks.run(damaged, "zero2", str(tmp_path)) == [9, 9]
 
 
 def retained(folder: str) -> list[str]:
@@ -286,6 +302,7 @@ def retained(folder: str) -> list[str]:
         for step in range(5):
             run.train([step])
             checkpointer.step()
+            checkpointer.wait()
             if step == 0 and run.accelerator.is_main_process:
                 checkpointer.pin(Path(folder) / "step-000000001")
     return sorted(p.name for p in Path(folder).iterdir())
@@ -317,7 +334,7 @@ def inside_a_window(folder: str) -> list[int]:
     model: Any = torch.nn.Linear(2, 2)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     found = []
-    with Checkpointer(accelerator, folder) as checkpointer:
+    with Checkpointer(accelerator, folder, background=False) as checkpointer:
         for micro in range(6):
             with accelerator.accumulate(model):
                 accelerator.backward(model(torch.ones(1, 2)).sum())
@@ -409,6 +426,7 @@ def odd_optimizer(line: str, folder: str, mode: str) -> list[float]:
         if mode == "save" and step == 2:
             checkpointer.steps = 2
             checkpointer.save()
+            checkpointer.wait()
         if mode == "resume" and step < 2:
             continue
         loss = token_loss(model, tokens, tokens) / tokens.numel()
@@ -424,3 +442,46 @@ def test_states_of_another_shape_survive_where_nothing_is_sharded(two_ranks: Ran
     assert two_ranks.run(odd_optimizer, "ddp", str(tmp_path), "resume") == saved
     with pytest.raises(RankError, match="which share one flat partition under DeepSpeed"):
         two_ranks.run(odd_optimizer, "zero2", str(tmp_path), "resume")
+
+
+# ---- the whole matrix: python -m pytest -m matrix --------------------------------------------------------------
+
+CORNERS = [(name, n) for name in PRESETS for n in (1, 2, 4)] + [("hsdp", 4)]
+
+
+@pytest.fixture(scope="session")
+def pools() -> Iterator[dict[int, RankPool]]:
+    """Pools of 1, 2 and 4 ranks of their own."""
+    made = {n: RankPool(n) for n in (1, 2, 4)}
+    yield made
+    for pool in made.values():
+        pool.stop()
+
+
+@pytest.fixture(scope="session")
+def corner(pools: dict[int, RankPool], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Any]:
+    """Save once under each policy and number of ranks; return the folder, the tensors, and how the run goes on."""
+
+    @cache
+    def saved(name: str, ranks: int) -> Any:
+        folder = tmp_path_factory.mktemp(f"{name}-{ranks}")
+        losses, _, _ = pools[ranks].run(save, name, str(folder))[0]
+        return folder, losses, pools[ranks].run(held, name, str(folder), "load")[0]
+
+    return saved
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(("second", "others"), CORNERS)
+@pytest.mark.parametrize(("first", "ranks"), CORNERS)
+def test_matrix(
+    first: str, ranks: int, second: str, others: int, pools: dict[int, RankPool], corner: Callable[[str, int], Any]
+) -> None:
+    folder, losses, tensors = corner(first, ranks)
+    loaded = pools[others].run(held, second, str(folder), "load")[0]
+    assert loaded.keys() == tensors.keys()
+    assert all(torch.equal(loaded[key], tensors[key]) for key in tensors)
+    again, _, _ = pools[others].run(resume, second, str(folder))[0]
+    assert again == pytest.approx(losses, rel=1e-5)
+    if (first, ranks) == (second, others):
+        assert again == losses

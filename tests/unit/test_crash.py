@@ -1,0 +1,136 @@
+"""A save that is killed at any of its file operations: the snapshot before it, or it, is there whole."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(
+    ["torch", "accelerate", "accel_shard.accelerator", "accel_shard.checkpoint.checkpointer"]
+)
+
+
+def build(folder: str, **options: Any) -> tuple[Any, Any]:
+    """One process, a small model, its checkpointer."""
+    import torch
+
+    from accel_shard import Checkpointer, ShardingPolicy
+
+    torch.set_num_threads(1)
+    accelerator = ShardingPolicy.load("ddp").accelerator()
+    model = torch.nn.Linear(30, 30)
+    model, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    return model, Checkpointer(accelerator, folder, background=False, **options)
+
+
+def set_weights(model: Any, value: float) -> None:
+    for parameter in model.parameters():
+        parameter.data.fill_(value)
+
+
+def save_and_die(folder: str, operation: int) -> None:
+    """Save steps 1 and 2; in the save of step 3 die after so many file operations, or not at all if there are fewer."""
+    model, checkpointer = build(folder, keep=1)
+    for step in (1, 2):
+        set_weights(model, step)
+        checkpointer.steps = step
+        checkpointer.save()
+    count = 0
+
+    def watched(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal count
+            if count == operation:
+                os.kill(os.getpid(), signal.SIGKILL)
+            count += 1
+            return function(*args, **kwargs)
+
+        return call
+
+    os.fsync, os.rmdir, os.unlink = watched(os.fsync), watched(os.rmdir), watched(os.unlink)
+    for name in ("open", "mkdir", "rename"):
+        setattr(Path, name, watched(getattr(Path, name)))
+    set_weights(model, 3)
+    checkpointer.steps = 3
+    checkpointer.save()
+
+
+def resumed(folder: str, answer: Any) -> None:
+    model, checkpointer = build(folder)
+    checkpointer.resume()
+    answer.send((checkpointer.steps, sorted({float(v) for p in model.parameters() for v in p.data.flatten()})))
+    checkpointer.steps += 10
+    checkpointer.save()  # what a crash left behind is in nobody's way
+
+
+def run(target: Callable[..., None], *args: Any) -> int:
+    process = CONTEXT.Process(target=target, args=args)
+    process.start()
+    process.join(60)
+    assert process.exitcode is not None, "hangs"
+    return process.exitcode
+
+
+def test_killed_at_every_file_operation(tmp_path: Path) -> None:
+    steps, survived = set(), False
+    for operation in range(100):
+        folder = tmp_path / str(operation)
+        code = run(save_and_die, str(folder), operation)
+        survived = code == 0
+        assert code in (0, -signal.SIGKILL)
+        ours, theirs = CONTEXT.Pipe()
+        assert run(resumed, str(folder), theirs) == 0
+        step, weights = ours.recv()
+        assert weights == [float(step)], "one snapshot, not a mixture"
+        steps.add(step)
+        if survived:
+            break
+    assert survived
+    assert operation > 10, "operations were injected"
+    assert steps == {2, 3}, "the one before until the commit, then the new one; never an older one"
+
+
+def fill_the_disk(folder: str, answer: Any) -> None:
+    """Every write of a save fails once, one after the other; training goes on and the old snapshot stays."""
+    import errno
+
+    from accel_shard import SnapshotError
+    from accel_shard.checkpoint import storage
+
+    model, checkpointer = build(folder)
+    set_weights(model, 1)
+    checkpointer.steps = 1
+    checkpointer.save()
+    write, failed = storage._HashingFile.write, 0
+    for fail_at in range(100):
+        count = 0
+
+        def full(file: Any, data: Any, fail_at: int = fail_at) -> None:
+            nonlocal count
+            count += 1
+            if count > fail_at:
+                raise OSError(errno.EIO, "Input/output error")
+            write(file, data)
+
+        storage._HashingFile.write = full
+        checkpointer.steps = 2
+        with contextlib.suppress(SnapshotError):
+            checkpointer.save()
+            break
+        failed += 1
+        assert [p.name for p in Path(folder).iterdir()] == ["step-000000001"]
+    answer.send((failed, sorted(p.name for p in Path(folder).iterdir())))
+
+
+def test_a_disk_that_fails_at_any_write_leaves_the_old_snapshot_alone(tmp_path: Path) -> None:
+    ours, theirs = CONTEXT.Pipe()
+    assert run(fill_the_disk, str(tmp_path), theirs) == 0
+    failed, names = ours.recv()
+    assert failed >= 5
+    assert names == ["step-000000001", "step-000000002"]
