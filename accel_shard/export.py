@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from accel_shard.names import persistent_buffers
 from accel_shard.precision import DTYPES, dtype_name
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ def export_model(
             writer.add(name, weight)
     failure: str | None = None
     if writer is not None:
-        for name, buffer in _persistent_buffers(inner):
+        for name, buffer in persistent_buffers(inner).items():
             writer.add(name, buffer)
         failure = writer.finish(inner, config, tokenizer, card, target)
     _agree(failure, target)
@@ -139,17 +140,6 @@ class _Writer:
             content = {"metadata": {"total_size": self._total}, "weight_map": index}
             text = json.dumps(content, indent=2) + "\n"
             (self._partial / "model.safetensors.index.json").write_text(text, encoding="utf-8")
-
-
-def _persistent_buffers(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
-    from accel_shard.names import canonical
-
-    found = []
-    for prefix, module in model.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
-                found.append((canonical(f"{prefix}.{name}" if prefix else name), buffer.detach()))
-    return found
 
 
 def _write_companions(folder: Path, model: Any, config: Any, tokenizer: Any, card: str | None, dtype: str) -> None:

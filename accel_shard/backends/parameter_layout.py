@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel_shard.errors import UnsupportedPolicyError
 from accel_shard.layout import Layout, Shard
+from accel_shard.names import persistent_buffers
 
 if TYPE_CHECKING:
     import torch
@@ -56,6 +57,7 @@ def describe(
     layout = Layout(aliases=aliases)
     names = {id(p): name for name, p in parameters.items()}
     layout.weights = {name: shard_of(name, parameter) for name, parameter in parameters.items()}
+    layout.buffers = {name: Shard.whole(buffer) for name, buffer in persistent_buffers(model).items()}
     if optimizer is None:
         return layout
     for parameter, state in optimizer.state.items():

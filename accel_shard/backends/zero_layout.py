@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 from accel_shard.backends.parameter_layout import StateShape, group_settings, name_parameters, scalar_on
 from accel_shard.errors import UnsupportedPolicyError
 from accel_shard.layout import Layout, Shard
+from accel_shard.names import persistent_buffers
 
 if TYPE_CHECKING:
     import torch
@@ -87,6 +88,7 @@ def describe_zero(engine: Any) -> Layout:
     names = {id(p): name for name, p in parameters.items()}
     layout = Layout(aliases=aliases)
     layout.weights = {name: _frozen(engine, p) for name, p in parameters.items() if not p.requires_grad}
+    layout.buffers = {name: Shard.whole(buffer) for name, buffer in persistent_buffers(engine.module).items()}
     base = engine.basic_optimizer
     members: dict[int, list[str]] = {index: [] for index in range(len(base.param_groups))}
     for flat in _flats(engine):

@@ -46,7 +46,18 @@ def collect(accelerator: PolicyAccelerator, layout: Layout, progress: Mapping[st
         "world_size": accelerator.num_processes,
         "policy": accelerator.policy.to_dict(),
     }
-    return facts, {"random": encode(random_state.capture(accelerator.device), "random state")}
+    own = {"random": random_state.capture(accelerator.device), "buffers": _buffers_of_my_own(layout)}
+    return facts, encode(own, "rank")
+
+
+def _buffers_of_my_own(layout: Layout) -> dict[str, torch.Tensor]:
+    """Return the buffers in which ranks differ, as running statistics do under FSDP: the snapshot proper has one."""
+    import hashlib
+
+    whole = {name: part.cpu() for name, shard in layout.buffers.items() for _, part in shard.parts}
+    digests = {n: hashlib.blake2b(t.reshape(-1).view(torch.uint8).numpy().tobytes()).digest() for n, t in whole.items()}
+    everyones = gather(digests)
+    return {name: tensor for name, tensor in whole.items() if any(d[name] != digests[name] for d in everyones)}
 
 
 def restore(accelerator: PolicyAccelerator, snapshot: Snapshot) -> dict[str, Any]:
@@ -63,7 +74,14 @@ def restore(accelerator: PolicyAccelerator, snapshot: Snapshot) -> dict[str, Any
     if client is not None:
         _restore_groups(client, backend.layout(accelerator, model, optimizer), decode(facts["optimizer"]["groups"]))
         backend.materialize(accelerator, model, optimizer, _state_shapes(snapshot), scalars)
-    snapshot.read_into(backend.layout(accelerator, model, optimizer))
+    layout = backend.layout(accelerator, model, optimizer)
+    snapshot.read_into(layout)
+    if facts["world_size"] == accelerator.num_processes:
+        own = snapshot.rank_facts(accelerator.process_index)
+        assert own is not None, "a snapshot has facts of each of its ranks"
+        for name, value in decode(own["buffers"]).items():
+            for _, part in layout.buffers[name].parts:
+                part.copy_(value)
     backend.after_load(accelerator, model, optimizer)
     backend.set_counters(model, facts["counters"])
     _restore_each("scheduler", accelerator._schedulers, facts["schedulers"])

@@ -165,6 +165,41 @@ def test_every_tensor_arrives_bit_equal(
         assert not tensor.isnan().any()
 
 
+def with_statistics(line: str, folder: str, mode: str) -> tuple[list[float], list[torch.Tensor]]:
+    """A model whose running statistics differ from rank to rank."""
+    accelerator = ShardingPolicy.load(f"{line},wrap=Linear" if "fsdp" in line else line).accelerator()
+    torch.manual_seed(3)
+    model: Any = torch.nn.Sequential(torch.nn.Linear(6, 9), torch.nn.BatchNorm1d(9), torch.nn.Linear(9, 1))
+    model, optimizer = accelerator.prepare(model, torch.optim.Adam(model.parameters(), lr=0.05))
+    checkpointer = Checkpointer(accelerator, folder, background=False)
+    losses = []
+    if mode == "resume":
+        checkpointer.resume()
+    for step in range(checkpointer.steps, 6):
+        generator = torch.Generator().manual_seed(10 * step + accelerator.process_index)
+        loss = model(torch.randn(8, 6, generator=generator)).square().mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        if mode == "save" and step == 2:
+            checkpointer.steps = 3
+            checkpointer.save()
+    model.eval()
+    with torch.no_grad():
+        losses.append(model(torch.ones(4, 6)).sum().item())
+    return losses[-4:], [b.clone() for b in model.buffers()]
+
+
+@pytest.mark.parametrize("line", PRESETS)
+def test_running_statistics_go_on_as_they_were_on_each_rank(line: str, two_ranks: RankPool, tmp_path: Path) -> None:
+    saved = two_ranks.run(with_statistics, line, str(tmp_path), "save")
+    resumed = two_ranks.run(with_statistics, line, str(tmp_path), "resume")
+    for (losses, buffers), (again, reached) in zip(saved, resumed, strict=True):
+        assert again == losses
+        assert all(torch.equal(a, b) for a, b in zip(buffers, reached, strict=True))
+
+
 # ---- the folder ------------------------------------------------------------------------------------------------
 
 
