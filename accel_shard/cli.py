@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from accel_shard.errors import PolicyError
+from accel_shard.errors import PolicyError, SnapshotError
 
 __all__ = ["main"]
 
@@ -19,7 +19,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(arguments)
     try:
         return int(args.run(args))
-    except PolicyError as error:
+    except (PolicyError, SnapshotError, ValueError) as error:
         print(f"accel-shard: {error}", file=sys.stderr)
         return 2
     except OSError as error:
@@ -51,6 +51,32 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("files", nargs="+", metavar="FILE", help="accelerate YAML or JSON, or a DeepSpeed JSON")
     check.add_argument("--strict", action="store_true", help="warnings count as findings for the exit code too")
     check.set_defaults(run=_check)
+
+    checkpoints = commands.add_parser("checkpoints", help="list, check, compare, prune and export snapshots of a run")
+    actions = checkpoints.add_subparsers(required=True, metavar="ACTION")
+    for name, text in (
+        ("ls", "list the snapshots in a folder, the last committed first"),
+        ("show", "list a snapshot's tensors and files"),
+        ("verify", "check every byte of a snapshot"),
+    ):
+        action = actions.add_parser(name, help=text)
+        action.add_argument("path")
+        action.set_defaults(run=_checkpoints, action=name)
+    diff = actions.add_parser("diff", help="list the tensors that two snapshots do not have alike")
+    diff.add_argument("path")
+    diff.add_argument("other")
+    diff.set_defaults(run=_checkpoints, action="diff")
+    prune = actions.add_parser("prune", help="remove all but the newest and the pinned snapshots")
+    prune.add_argument("path")
+    prune.add_argument("--keep", type=int, required=True, help="how many of the newest stay")
+    prune.set_defaults(run=_checkpoints, action="prune")
+    export = actions.add_parser("export", help="write a snapshot's weights as a folder for from_pretrained")
+    export.add_argument("path")
+    export.add_argument("target")
+    export.add_argument("--like", required=True, help="a folder of the same model: its config and tokenizer are used")
+    export.add_argument("--dtype", default="fp32", help="fp32, bf16 or fp16 (default: fp32)")
+    export.add_argument("--max-shard-size", default="5GB", help="of one file (default: 5GB)")
+    export.set_defaults(run=_checkpoints, action="export")
     return parser
 
 
@@ -110,3 +136,26 @@ def _check(args: argparse.Namespace) -> int:
         if not findings:
             print(f"{file}: nothing unknown, dead or contradicting")
     return int(failed)
+
+
+def _checkpoints(args: argparse.Namespace) -> int:
+    from accel_shard.checkpoint import offline
+
+    if args.action == "verify":
+        offline.verify(args.path)
+        print(f"{args.path}: every byte is as it was written")
+        return 0
+    if args.action == "export":
+        options = {"dtype": args.dtype, "max_size": args.max_shard_size}
+        print(offline.export(args.path, args.target, args.like, **options))
+        return 0
+    if args.action == "diff":
+        lines = list(offline.differences(args.path, args.other))
+        print("\n".join(lines) or "no tensor differs")
+        return int(bool(lines))
+    if args.action == "prune":
+        lines = [f"removed {path}" for path in offline.prune(args.path, args.keep)]
+    else:
+        lines = {"ls": offline.rows, "show": offline.shown}[args.action](args.path)
+    print("\n".join(lines))
+    return 0

@@ -7,6 +7,7 @@ import copy
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,12 +15,12 @@ import torch
 import torch.distributed as dist
 
 from accel_shard.names import persistent_buffers
-from accel_shard.precision import DTYPES, dtype_name
+from accel_shard.precision import DTYPES
 
 if TYPE_CHECKING:
     from accel_shard.accelerator import PolicyAccelerator
 
-__all__ = ["export_model"]
+__all__ = ["ShardWriter", "export_model", "parse_size"]
 
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
@@ -54,9 +55,9 @@ def export_model(
         ValueError: for a size that cannot be read.
         RuntimeError: on every rank, if rank 0 could not write.
     """
-    target, limit = Path(folder), _parse_size(max_shard_size)
+    target, limit, saved = Path(folder), parse_size(max_shard_size), accelerator.policy.dtypes.save
     partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
-    writer = _Writer(partial, limit, DTYPES[accelerator.policy.dtypes.save]) if accelerator.is_main_process else None
+    writer = ShardWriter(partial, limit, DTYPES[saved]) if accelerator.is_main_process else None
     inner = _innermost(accelerator.unwrap_model(model, keep_torch_compile=False))
     config = copy.deepcopy(getattr(inner, "config", None))
     for name, value in accelerator.config_changes.items():
@@ -68,15 +69,15 @@ def export_model(
     if writer is not None:
         for name, buffer in persistent_buffers(inner).items():
             writer.add(name, buffer)
-        failure = writer.finish(inner, config, tokenizer, card, target)
+        failure = writer.finish(lambda new: _write_companions(new, inner, config, tokenizer, card, saved), target)
     _agree(failure, target)
     return target
 
 
-class _Writer:
-    """Rank 0's side: collects tensors until a shard is full, writes it, and remembers the first error.
+class ShardWriter:
+    """The side that writes: collects tensors until a shard is full, writes it, and remembers the first error.
 
-    It must not raise while weights still come: the other ranks are in the gathers that it takes part in.
+    It must not raise while weights still come: other ranks may be in the gathers that it takes part in.
     """
 
     def __init__(self, partial: Path, limit: int, dtype: torch.dtype) -> None:
@@ -97,6 +98,7 @@ class _Writer:
             self._pending = {}
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Take a copy of a whole tensor, and write a shard if it is full."""
         if self._error is not None:
             return
         with self._remembering():
@@ -116,13 +118,14 @@ class _Writer:
         self._total += self._bytes
         self._pending, self._bytes = {}, 0
 
-    def finish(self, inner: torch.nn.Module, config: Any, tokenizer: Any, card: str | None, target: Path) -> str | None:
+    def finish(self, companions: Callable[[Path], None], target: Path) -> str | None:
+        """Write the rest, let ``companions`` put its files beside, and commit. Returns what went wrong, if anything."""
         with self._remembering():
             if self._error is None:
                 if self._pending:
                     self._flush()
                 self._name_shards()
-                _write_companions(self._partial, inner, config, tokenizer, card, dtype_name(self._dtype))
+                companions(self._partial)
                 _commit(self._partial, target)
         if self._error is None:
             return None
@@ -184,7 +187,12 @@ def _agree(failure: str | None, target: Path) -> None:
         raise RuntimeError(f"could not export to {str(target)!r}; nothing there was changed. {shared[0]}")
 
 
-def _parse_size(size: int | str) -> int:
+def parse_size(size: int | str) -> int:
+    """Read a number of bytes: a whole number, or one with KB, MB or GB.
+
+    Raises:
+        ValueError: for anything else.
+    """
     if isinstance(size, int) and size > 0:
         return size
     text = str(size).strip().upper()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 import signal
 import threading
 import time
@@ -17,7 +16,15 @@ from accelerate.logging import get_logger
 
 from accel_shard.checkpoint.plan import gather
 from accel_shard.checkpoint.run_state import collect, restore, restore_random_state
-from accel_shard.checkpoint.snapshot import MANIFEST, Snapshot, StagedSnapshot, stage_snapshot
+from accel_shard.checkpoint.snapshot import (
+    MANIFEST,
+    PIN,
+    Snapshot,
+    StagedSnapshot,
+    find_snapshots,
+    remove_snapshot,
+    stage_snapshot,
+)
 from accel_shard.errors import SnapshotError
 
 if TYPE_CHECKING:
@@ -29,8 +36,6 @@ logger = get_logger(__name__)
 
 PREEMPTED: Final = 75
 """Exit code after a signal: the run saved and left (EX_TEMPFAIL: try again later)."""
-
-_PIN: Final = "pinned"
 
 
 class Checkpointer:
@@ -147,7 +152,7 @@ class Checkpointer:
         model, optimizer = self.accelerator.trained
         layout = self.accelerator.backend.layout(self.accelerator, model, optimizer)
         facts, own = collect(self.accelerator, layout, self.progress)
-        existing = gather(self._found() if self.accelerator.is_main_process else None)[0]
+        existing = gather(find_snapshots(self.folder) if self.accelerator.is_main_process else None)[0]
         newest = max((number for number, _ in existing), default=0)
         if target.name in {path.name for _, path in existing}:
             # A folder that an earlier run filled further than this one has come: its snapshots keep their names.
@@ -208,19 +213,16 @@ class Checkpointer:
         folder = Path(snapshot)
         if not (folder / MANIFEST).is_file():
             raise SnapshotError(f"{str(folder)!r} is no snapshot, so it cannot be pinned.")
-        (folder / _PIN).touch()
+        (folder / PIN).touch()
 
     def _retain(self) -> None:
         """Remove what :attr:`keep` does not keep; only ever called after a newer commit."""
         if self.keep is None or not self.accelerator.is_main_process:
             return
-        for _, path in sorted(self._found(), reverse=True)[self.keep :]:
-            if (path / _PIN).exists():
+        for _, path in sorted(find_snapshots(self.folder), reverse=True)[self.keep :]:
+            if (path / PIN).exists():
                 continue
-            # A rename first: a removal that is killed half-way must not leave half a snapshot under its name.
-            trash = path.with_name(f".{path.name}.trash")
-            path.rename(trash)
-            shutil.rmtree(trash, ignore_errors=True)
+            remove_snapshot(path)
 
     # ---- resuming --------------------------------------------------------------------------------------------
 
@@ -244,7 +246,7 @@ class Checkpointer:
         if named:
             candidates = [Path(source)]
         else:
-            found = self._found() if self.accelerator.is_main_process else []
+            found = find_snapshots(self.folder) if self.accelerator.is_main_process else []
             candidates = gather([path for _, path in sorted(found, reverse=True)])[0]
         refused = []
         for path in candidates:
@@ -278,16 +280,6 @@ class Checkpointer:
         logger.info("resumed %s after step %d%s", snapshot.folder, self.steps, note, main_process_only=True)
         # Last: what comes before may draw numbers.
         restore_random_state(self.accelerator, snapshot)
-
-    def _found(self) -> list[tuple[int, Path]]:
-        """List snapshots with the number of their commit: the order in which they were made in this folder."""
-        found = []
-        for path in self.folder.glob("step-*"):
-            try:
-                found.append((int(Snapshot.open(path).manifest["sequence"]), path))
-            except SnapshotError:
-                found.append((-1, path))  # it is looked at last, and then refused with its reason
-        return found
 
     def _any_rank(self, *flags: bool) -> list[bool]:
         votes = torch.tensor(flags, dtype=torch.int32)

@@ -12,7 +12,7 @@ import json
 import math
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -23,12 +23,44 @@ import torch.distributed as dist
 from accel_shard.checkpoint.plan import Part, StoredTensor, WritePlan, gather, plan_writes
 from accel_shard.checkpoint.storage import HASH, FileRecord, flush_folder, hash_file, write_json, write_tensors
 from accel_shard.errors import SnapshotError
-from accel_shard.layout import Box, Layout, uncovered
+from accel_shard.layout import Box, Layout, Shard, uncovered
 
-__all__ = ["FORMAT", "MANIFEST", "Snapshot", "StagedSnapshot", "stage_snapshot"]
+__all__ = [
+    "FORMAT",
+    "MANIFEST",
+    "PIN",
+    "Snapshot",
+    "StagedSnapshot",
+    "find_snapshots",
+    "remove_snapshot",
+    "stage_snapshot",
+]
 
 FORMAT: Final = 1
 MANIFEST: Final = "manifest.json"
+PIN: Final = "pinned"
+"""An empty file of this name keeps a snapshot from being removed."""
+
+
+def find_snapshots(folder: Path) -> list[tuple[int, Path]]:
+    """List snapshots with the number of their commit: the order in which they were made in this folder.
+
+    One whose manifest cannot be read has the number -1: it is looked at last, and then refused with its reason.
+    """
+    found = []
+    for path in folder.glob("step-*"):
+        try:
+            found.append((int(Snapshot.open(path).manifest["sequence"]), path))
+        except SnapshotError:
+            found.append((-1, path))
+    return found
+
+
+def remove_snapshot(path: Path) -> None:
+    """Remove a snapshot. A rename comes first: a removal that is killed must not leave half of it under its name."""
+    trash = path.with_name(f".{path.name}.trash")
+    path.rename(trash)
+    shutil.rmtree(trash, ignore_errors=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,8 +286,23 @@ class Snapshot:
         facts: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         return facts
 
+    def check_whole(self, key: str) -> None:
+        """Check that the pieces of a tensor cover it.
+
+        Raises:
+            SnapshotError: if a piece of it is nowhere.
+        """
+        stored = self.tensor(key)
+        missing = uncovered(Box.whole(stored.shape), [part.box for part in stored.parts])
+        if missing:
+            raise SnapshotError(f"{key!r} is not whole in {str(self.folder)!r}: {missing[0]} is nowhere.")
+
     def read_into(self, layout: Layout) -> None:
-        """Fill every shard of a layout, whatever boxes the snapshot was written in. Local: communicates nothing.
+        """Fill every shard of a layout, as :meth:`read_shards`."""
+        self.read_shards(layout.tensors())
+
+    def read_shards(self, shards: Iterable[tuple[str, Shard]]) -> None:
+        """Fill shards, whatever boxes the snapshot was written in. Local: communicates nothing.
 
         Raises:
             SnapshotError: if a tensor is missing, has another shape, or is not covered by what was written.
@@ -270,7 +317,7 @@ class Snapshot:
                     files[name] = stack.enter_context(safe_open(self.folder / name, framework="pt"))
                 return files[name]
 
-            for key, shard in layout.tensors():
+            for key, shard in shards:
                 stored = self.tensor(key)
                 if stored.shape != shard.shape:
                     raise SnapshotError(

@@ -101,10 +101,10 @@ def test_recomputation_does_not_leak_into_the_exported_config(two_ranks: RankPoo
 
 @pytest.mark.parametrize("size", ["5 PB", "-1GB", 0, "big"])
 def test_a_size_that_cannot_be_read(size: Any) -> None:
-    from accel_shard.export import _parse_size
+    from accel_shard.export import parse_size
 
     with pytest.raises(ValueError, match="max_shard_size"):
-        _parse_size(size)
+        parse_size(size)
 
 
 def peak_of_rank_zero(line: str) -> tuple[int, int, int]:
@@ -117,18 +117,18 @@ def peak_of_rank_zero(line: str) -> tuple[int, int, int]:
     model: Any = tiny_llama()
     model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     held: list[int] = [0]
-    add = module._Writer.add
+    add = module.ShardWriter.add
 
     def counting(writer: Any, name: str, tensor: torch.Tensor) -> None:
         add(writer, name, tensor)
         held.append(sum(t.numel() * 4 for t in writer._pending.values()))
 
-    module._Writer.add = counting
+    module.ShardWriter.add = counting
     try:
         with tempfile.TemporaryDirectory() as folder:
             export_model(accelerator, model, f"{folder}/m{accelerator.process_index and ''}", max_shard_size=20_000)
     finally:
-        module._Writer.add = add
+        module.ShardWriter.add = add
     return max(held), 20_000, sum(p.numel() * 4 for p in tiny_llama().parameters())
 
 

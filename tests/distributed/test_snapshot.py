@@ -409,6 +409,71 @@ def test_a_signal_to_one_rank_stops_all_at_one_step_with_a_snapshot(two_ranks: R
     assert [p.name for p in tmp_path.iterdir()] == ["step-000000003"]
 
 
+# ---- without the run -------------------------------------------------------------------------------------------
+
+
+def export_live(line: str, folder: str) -> None:
+    from accel_shard import export_model
+
+    run = Run(line)
+    run.train(BEFORE)
+    export_model(run.accelerator, run.model, folder)
+
+
+def test_the_command_lists_checks_compares_prunes_and_exports(
+    two_ranks: RankPool, four_ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from safetensors.torch import load_file
+
+    from accel_shard.cli import main
+
+    folder, other = tmp_path / "a", tmp_path / "b"
+    two_ranks.run(save_twice, "zero2", str(folder))
+    first, second = folder / "step-000000001", folder / "step-000000002"
+    assert main(["checkpoints", "ls", str(folder)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["step-000000002", "step-000000001"]
+    assert "2 ranks" in lines[0]
+    assert "backend=deepspeed" in lines[0]
+    assert main(["checkpoints", "show", str(first)]) == 0
+    assert "model.model.norm.weight  36  float32  1 piece\n" in capsys.readouterr().out
+    assert main(["checkpoints", "verify", str(first)]) == 0
+    assert main(["checkpoints", "diff", str(first), str(second)]) == 1
+    assert "model.lm_head.weight" not in capsys.readouterr().out, "it is frozen"
+    # The same state, cut into other pieces by another policy and number of ranks, does not differ.
+    four_ranks.run(load_and_save, "fsdp2", str(first), str(other))
+    assert main(["checkpoints", "diff", str(first), str(next(other.iterdir()))]) == 0
+    two_ranks.run(save, "zero3", str(tmp_path / "c"))
+    two_ranks.run(export_live, "zero3", str(tmp_path / "live"))
+    arguments = ["--like", str(tmp_path / "live"), "--max-shard-size", "20KB"]
+    source = str(next((tmp_path / "c").iterdir()))
+    assert main(["checkpoints", "export", source, str(tmp_path / "out"), *arguments]) == 0
+    exported: dict[str, torch.Tensor] = {}
+    for file in (tmp_path / "out").glob("*.safetensors"):
+        exported |= load_file(file)
+    live = load_file(tmp_path / "live" / "model.safetensors")
+    assert exported.keys() == live.keys()
+    assert all(torch.equal(exported[name], live[name]) for name in live)
+    from transformers import AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    flip_a_bit(second / "rank-00000.safetensors")
+    assert main(["checkpoints", "verify", str(second)]) == 2
+    assert "rank-00000.safetensors' is not what was written" in capsys.readouterr().err
+    assert main(["checkpoints", "prune", str(folder), "--keep", "0"]) == 2
+    assert main(["checkpoints", "prune", str(folder), "--keep", "1"]) == 0
+    assert [p.name for p in folder.iterdir()] == ["step-000000002"]
+    assert main(["checkpoints", "ls", str(tmp_path / "nothing")]) == 2
+
+
+def load_and_save(line: str, source: str, folder: str) -> None:
+    run = Run(line)
+    with Checkpointer(run.accelerator, folder) as checkpointer:
+        checkpointer.resume(source)
+        checkpointer.steps += 1
+        checkpointer.save()
+
+
 # ---- what cannot be loaded -------------------------------------------------------------------------------------
 
 
