@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import signal
 import threading
 import time
@@ -52,6 +53,7 @@ class Checkpointer:
         keep: how many of the newest snapshots stay; None is all. Pinned ones stay beside them.
         background: copy to host memory and write from a thread while training goes on; one save is in flight at most.
             It needs host memory for this rank's share. A failure is raised by the next call, on every rank.
+        patience: seconds that a rank waits in :meth:`save` for the others to call it too.
 
     Attributes:
         steps: optimizer steps that the run has done, over all its launches.
@@ -67,8 +69,9 @@ class Checkpointer:
         minutes: float | None = None,
         keep: int | None = None,
         background: bool = True,
+        patience: float = 300.0,
     ) -> None:
-        for name, value in (("every", every), ("minutes", minutes), ("keep", keep)):
+        for name, value in (("every", every), ("minutes", minutes), ("keep", keep), ("patience", patience)):
             if value is not None and value <= 0:
                 raise ValueError(f"{name} is {value!r}. Allowed: a number above 0, or None for off.")
         self.accelerator, self.folder = accelerator, Path(folder)
@@ -78,9 +81,13 @@ class Checkpointer:
         self._asked = self._signalled = False
         self._saved_at_step, self._saved_at = -1, time.monotonic()
         self._former: dict[int, Any] = {}
-        # Over the hosts, so that no device has to be waited for: one group to agree on signals and clocks, one for
-        # the thread that writes.
-        self._control, self._writers = (dist.new_group(backend="gloo") if _ranks() > 1 else None for _ in range(2))
+        self._patience = datetime.timedelta(seconds=patience)
+        # Over the hosts, so that no device has to be waited for: a group to agree on signals and clocks, one to meet
+        # before a save, one for the thread that writes.
+        several = _ranks() > 1
+        self._control = dist.new_group(backend="gloo") if several else None
+        self._meeting = dist.new_group(backend="gloo", timeout=self._patience) if several else None
+        self._writers = dist.new_group(backend="gloo") if several else None
         self._buffers: dict[str, torch.Tensor] | None = {} if background else None
         self._thread: threading.Thread | None = None
         self._failure: SnapshotError | None = None
@@ -147,6 +154,7 @@ class Checkpointer:
         target = self.folder / f"step-{self.steps:09d}"
         if self._saved_at_step == self.steps:
             return target
+        self._meet()
         self.wait()
         started = time.monotonic()
         model, optimizer = self.accelerator.trained
@@ -172,6 +180,17 @@ class Checkpointer:
             "step %d: training stood still for %.3f s to save %s", self.steps, stood, target, main_process_only=True
         )
         return target
+
+    def _meet(self) -> None:
+        if self._meeting is None:
+            return
+        try:
+            dist.monitored_barrier(self._meeting, timeout=self._patience, wait_all_ranks=True)
+        except RuntimeError as error:
+            raise SnapshotError(
+                f"not every rank called save within {self._patience.total_seconds():g} s, so nothing was saved. Every "
+                f"rank must call it, not the main process alone. {error}"
+            ) from error
 
     def _write(self, staged: StagedSnapshot, group: dist.ProcessGroup | None) -> None:
         staged.write(group)

@@ -409,6 +409,26 @@ def test_a_signal_to_one_rank_stops_all_at_one_step_with_a_snapshot(two_ranks: R
     assert [p.name for p in tmp_path.iterdir()] == ["step-000000003"]
 
 
+def one_rank_saves(folder: str, who: int) -> str:
+    run = Run("fsdp2")
+    checkpointer = Checkpointer(run.accelerator, folder, patience=3)
+    if run.accelerator.process_index == who:
+        with pytest.raises(RuntimeError, match="not every rank called save within 3 s") as error:
+            checkpointer.save()
+        return str(error.value)
+    return ""
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_save_on_one_rank_alone_is_an_error_that_names_the_absent(
+    who: int, two_ranks: RankPool, tmp_path: Path
+) -> None:
+    said = two_ranks.run(one_rank_saves, str(tmp_path), who)[who]
+    assert f"rank {1 - who}" in said.lower().replace("ranks", "rank")
+    assert not list(tmp_path.iterdir())
+    two_ranks.stop()  # what was sent in vain must not meet the next test
+
+
 # ---- without the run -------------------------------------------------------------------------------------------
 
 
