@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import datetime
 import signal
@@ -91,6 +92,7 @@ class Checkpointer:
         self._buffers: dict[str, torch.Tensor] | None = {} if background else None
         self._thread: threading.Thread | None = None
         self._failure: SnapshotError | None = None
+        atexit.register(self._last_wait)  # for those who use no `with`
 
     def __enter__(self) -> Checkpointer:
         for number in (signal.SIGTERM, signal.SIGUSR1):
@@ -103,8 +105,11 @@ class Checkpointer:
     ) -> None:
         for number, handler in self._former.items():
             signal.signal(number, handler)
-        # After an error some ranks may be gone, and a save that waits for them must not hide the error.
-        self.wait(limit=None if error is None or isinstance(error, SystemExit) else 60.0)
+        if error is None or isinstance(error, SystemExit):
+            self.wait()
+        else:
+            self._last_wait()
+        atexit.unregister(self._last_wait)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._signalled = True
@@ -130,6 +135,7 @@ class Checkpointer:
         late, signalled, failed = self._any_rank(by_clock, self._signalled, self._failure is not None)
         if failed:
             self.wait()
+            raise SnapshotError("a save in the background failed on another rank; see its message")
         due = self.every is not None and self.steps % self.every == 0
         if due or late or signalled or self._asked:
             self.save()
@@ -223,6 +229,13 @@ class Checkpointer:
             self._saved_at_step = -1
             raise failure
 
+    def _last_wait(self) -> None:
+        """Give a save in flight a minute more. Ranks may be gone by now, and no error of its own may hide theirs."""
+        try:
+            self.wait(limit=60.0)
+        except SnapshotError as error:
+            logger.error("%s", error)
+
     def pin(self, snapshot: str | Path) -> None:
         """Keep a snapshot whatever :attr:`keep` says. Local; rank 0 alone need call it.
 
@@ -241,7 +254,10 @@ class Checkpointer:
         for _, path in sorted(find_snapshots(self.folder), reverse=True)[self.keep :]:
             if (path / PIN).exists():
                 continue
-            remove_snapshot(path)
+            try:
+                remove_snapshot(path)
+            except OSError as error:  # the new snapshot is safe, and the other ranks know nothing of this
+                logger.warning("could not remove the old snapshot %s: %s", path, error)
 
     # ---- resuming --------------------------------------------------------------------------------------------
 
