@@ -93,7 +93,7 @@ class PolicyAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships 
         self.policy, self.prepared, self.config_changes = policy, None, {}
         self.backend: Backend = backend_for(policy)
         self._trained: list[tuple[torch.nn.Module, Any]] = []
-        self._clipped = False
+        self._clipped = self._loader_seen = False
         rehearsing = rehearsal.is_needed()
         given = list(arguments.pop("kwargs_handlers", None) or [])
         if rehearsing:
@@ -123,7 +123,7 @@ class PolicyAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """Prepare models, optimizers, loaders and schedulers together, as ``Accelerator.prepare``, and verify.
 
-        Every rank must call it with the same objects. The first loader is taken for the training loader.
+        Every rank must call it with the same objects. The first loader ever prepared is taken for the training loader.
 
         Raises:
             PolicyError: for a wrap class the model does not have, or a loader against ``global_batch_size``.
@@ -132,7 +132,7 @@ class PolicyAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships 
         models = [
             a for a in args if isinstance(a, torch.nn.Module) and not getattr(a, "_is_accelerate_prepared", False)
         ]
-        batch_size = self._batch_size(args) if models else None
+        batch_size = self._batch_size(args)
         expected = [expect(model, self.policy) for model in models]
         replaced = {id(model): self._before(model, batch_size) for model in models}
         result = super().prepare(*(replaced.get(id(a), a) for a in args), device_placement=device_placement)
@@ -148,13 +148,14 @@ class PolicyAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships 
             self.prepared = verify_prepared(self, self.policy, model, optimizer, counts, backend=self.backend)
             self._trained.append((model, optimizer))
             self.backend.after_prepare(self, model)
-            self._clip_at_step(model, optimizers)
             logger.info("prepared [%s]: %s", self.policy.to_line(), self.prepared, main_process_only=True)
+        for optimizer in optimizers:
+            self._clip_at_step(optimizer)
         return result
 
     def _before(self, model: torch.nn.Module, batch_size: int | None) -> torch.nn.Module:
         cast_masters(model, self.policy)
-        if self.policy.backend in ("fsdp", "fsdp1"):
+        if self.policy.backend != "ddp":
             start_from_rank_zero(self, model)
         self.backend.before_prepare(self, model, batch_size)
         if self.policy.activation_checkpointing and self.policy.backend != "fsdp1":
@@ -171,13 +172,14 @@ class PolicyAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships 
         policy, ranks = self.policy, self.num_processes
         whole = ranks * policy.gradient_accumulation_steps
         loader = next((a for a in args if isinstance(a, torch.utils.data.DataLoader)), None)
+        first, self._loader_seen = not self._loader_seen, self._loader_seen or loader is not None
         size = getattr(loader, "batch_size", None) or getattr(
             getattr(loader, "batch_sampler", None), "batch_size", None
         )
         if loader is not None and size is not None and self.split_batches:
             size //= ranks
         total = policy.global_batch_size
-        if total is not None and size is not None and size * whole != total:
+        if total is not None and size is not None and size * whole != total and first:
             fits = f"{total // whole}" if total % whole == 0 else "none, as it does not divide"
             raise PolicyError(
                 f"global_batch_size is {total}, but {size} samples a micro-batch x {ranks} ranks x "
@@ -209,7 +211,8 @@ class PolicyAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships 
         """Clip to the policy's norm, and return the global norm as a plain tensor on every backend.
 
         Every rank must call it, when ``sync_gradients`` is true. It sums one number over the ranks that share
-        gradients. Under DeepSpeed ``backward`` has clipped and stepped already; the norm is the engine's.
+        gradients. Under DeepSpeed ``backward`` has clipped and stepped already; the norm is the engine's, which in ZeRO
+        stage 0 keeps none (nan).
 
         Args:
             parameters: the model's parameters.
@@ -233,24 +236,55 @@ class PolicyAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships 
             engines = super().clip_grad_norm_(parameters, settled)
             return torch.tensor(math.nan if engines is None else float(engines))
         limit = max_norm if max_norm is not None else settled
-        norm: Any = super().clip_grad_norm_(parameters, math.inf if limit is None else limit, norm_type)
+        limit = math.inf if limit is None else limit
+        if self.policy.backend == "fsdp1" and self._trained:
+            norm: Any = self._clip_flattened(list(parameters), limit, norm_type)
+        else:
+            norm = super().clip_grad_norm_(parameters, limit, norm_type)
         self._clipped = True
         whole: torch.Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         return whole
 
-    def _clip_at_step(self, model: torch.nn.Module, optimizers: list[Any]) -> None:
+    def _clip_flattened(self, parameters: list[Any], limit: float, norm_type: float) -> torch.Tensor:
+        """Clip under FSDP1, where a rank's parameters are ranges, and only the whole model knows the global norm."""
+        given = {id(p) for p in parameters}
+        model, _ = self.trained
+        missing = sum(p.requires_grad and id(p) not in given for p in model.parameters())
+        if missing or norm_type != 2.0:
+            raise PolicyError(
+                f"under FSDP1 only the 2-norm of all trainable parameters can be clipped; {missing} of them are "
+                f"left out here and norm_type is {norm_type!r}. Use backend 'fsdp'."
+            )
+        self.unscale_gradients()
+        return self.backend.clip(self, model, limit)
+
+    def _clip_at_step(self, optimizer: Any) -> None:
         """Clip before each step that the loop did not clip for, so that the policy's field always holds."""
         limit = self.policy.gradient_clipping
         if limit is None or self.policy.backend == "deepspeed":
             return
 
-        def before_step(*_: Any) -> None:
-            if not self._clipped:
-                self.backend.clip(self, model, limit)
+        def before_step(inner: torch.optim.Optimizer, *_: Any) -> None:
+            mine = {id(p) for group in inner.param_groups for p in group["params"]}
+            for model, _optimizer in self._trained:
+                if not self._clipped and any(id(p) in mine for p in model.parameters()):
+                    self.backend.clip(self, model, limit)
             self._clipped = False
 
-        for optimizer in optimizers:
-            optimizer.optimizer.register_step_pre_hook(before_step)
+        optimizer.optimizer.register_step_pre_hook(before_step)
+
+    def load_state(self, *args: Any, **kwargs: Any) -> None:
+        """Load what ``save_state`` saved, as ``Accelerator.load_state``; refused where Accelerate loses state.
+
+        Raises:
+            PolicyError: under FSDP1, where a fresh process silently gets no optimizer state.
+        """
+        if self.policy.backend == "fsdp1":
+            raise PolicyError(
+                "Accelerate's load_state restores no optimizer state under FSDP1, without a word. Use "
+                "accel_shard.Checkpointer, or backend 'fsdp'."
+            )
+        super().load_state(*args, **kwargs)
 
 
 def _timeout(handlers: list[KwargsHandler]) -> Any:

@@ -90,9 +90,13 @@ def _config(args: argparse.Namespace) -> int:
         return _config_all(Path(args.output))
     if not args.policy:
         raise PolicyError(f"config needs a policy: one of {', '.join(PRESETS)}, a policy file, or --all.")
-    from accel_shard.launch_config import SHIPPED
+    from accel_shard.launch_config import SHIPPED, shipped_configs
 
-    text = write_config(ShardingPolicy.load(args.policy), comment=SHIPPED.get(args.policy, ""))
+    shipped = args.policy in SHIPPED and args.policy not in PRESETS
+    comment = SHIPPED.get(args.policy, "")
+    text = (
+        shipped_configs()[args.policy] if shipped else write_config(ShardingPolicy.load(args.policy), comment=comment)
+    )
     if args.output:
         Path(args.output).write_text(text, encoding="utf-8")
     else:

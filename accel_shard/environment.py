@@ -106,8 +106,15 @@ def fields_from_launch(environ: Mapping[str, str]) -> dict[str, Any]:
         )
     if precision != "no":
         fields["precision.compute"] = _PRECISION[precision]
-    if environ.get("ACCELERATE_DYNAMO_BACKEND", "NO").upper() not in ("NO", ""):
+    dynamo = environ.get("ACCELERATE_DYNAMO_BACKEND", "NO").upper()
+    if dynamo not in ("NO", "", "INDUCTOR"):
+        raise UnsupportedPolicyError(f"dynamo_backend is {dynamo!r} in the launch config. Allowed: no, inductor.")
+    if dynamo == "INDUCTOR":
         fields["compile"] = True
+    if _true(environ, "ACCELERATE_USE_PARALLELISM_CONFIG") and fields.get("backend") != "fsdp":
+        raise UnsupportedPolicyError(
+            "the launch config has a parallelism_config, which needs FSDP with fsdp_version 2."
+        )
     return fields
 
 
@@ -127,22 +134,31 @@ def _fsdp_fields(environ: Mapping[str, str]) -> dict[str, Any]:
                 "For hybrid sharding use fsdp_version 2 with a parallelism_config, for no sharding use MULTI_GPU."
             )
         fields["shard"] = _FSDP1_STRATEGY[strategy]
+        if environ.get("FSDP_USE_ORIG_PARAMS", "true").lower() != "true":
+            raise UnsupportedPolicyError("fsdp_use_orig_params is false. Allowed: true, or optimizers lose the names.")
     return fields | _fsdp_extras(environ)
 
 
 def _fsdp_extras(environ: Mapping[str, str]) -> dict[str, Any]:
-    fields: dict[str, Any] = {
-        "offload": "parameters" if _true(environ, "FSDP_OFFLOAD_PARAMS") else "none",
-        "activation_checkpointing": _true(environ, "FSDP_ACTIVATION_CHECKPOINTING"),
-        "wrap": _fsdp_wrap(environ),
-    }
+    # The launcher exports each of these whether it was told or not, so the default says nothing.
+    fields: dict[str, Any] = {}
+    if _true(environ, "FSDP_OFFLOAD_PARAMS"):
+        fields["offload"] = "parameters"
+    if _true(environ, "FSDP_ACTIVATION_CHECKPOINTING"):
+        fields["activation_checkpointing"] = True
+    if (wrap := _fsdp_wrap(environ)) != "auto":
+        fields["wrap"] = wrap
     if _true(environ, "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD"):
         raise UnsupportedPolicyError("fsdp_activation_checkpointing_offload has no field in a policy. Remove it.")
     if _true(environ, "ACCELERATE_USE_PARALLELISM_CONFIG"):
-        fields["replicas"] = int(environ.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "1"))
-        fields["tensor_parallel"] = int(environ.get("PARALLELISM_CONFIG_TP_SIZE", "1"))
-        fields["context_parallel"] = int(environ.get("PARALLELISM_CONFIG_CP_SIZE", "1"))
-        if int(environ.get("PARALLELISM_CONFIG_SP_SIZE", "1")) > 1:
+        fields["replicas"] = _whole(
+            "parallelism_config_dp_replicate_size", environ.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "1")
+        )
+        fields["tensor_parallel"] = _whole("parallelism_config_tp_size", environ.get("PARALLELISM_CONFIG_TP_SIZE", "1"))
+        fields["context_parallel"] = _whole(
+            "parallelism_config_cp_size", environ.get("PARALLELISM_CONFIG_CP_SIZE", "1")
+        )
+        if _whole("parallelism_config_sp_size", environ.get("PARALLELISM_CONFIG_SP_SIZE", "1")) > 1:
             raise UnsupportedPolicyError("parallelism_config_sp_size has no field in a policy. Allowed: 1.")
     return fields
 
@@ -150,7 +166,7 @@ def _fsdp_extras(environ: Mapping[str, str]) -> dict[str, Any]:
 def _fsdp_wrap(environ: Mapping[str, str]) -> str | list[str] | int:
     kind = environ.get("FSDP_AUTO_WRAP_POLICY", "").upper()
     if kind == "SIZE_BASED_WRAP":
-        return int(environ.get("FSDP_MIN_NUM_PARAMS", "0"))
+        return _whole("fsdp_min_num_params", environ.get("FSDP_MIN_NUM_PARAMS", "0"))
     if kind == "TRANSFORMER_BASED_WRAP":
         names = environ.get("FSDP_TRANSFORMER_CLS_TO_WRAP", "")
         return [name.strip() for name in names.split(",")] if names else "auto"
@@ -163,14 +179,14 @@ def _fsdp_wrap(environ: Mapping[str, str]) -> str | list[str] | int:
 def _deepspeed_fields(environ: Mapping[str, str]) -> dict[str, Any]:
     if environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none") != "none":
         return fields_from_deepspeed_json(deepspeed_file(environ))
-    stage = int(environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2"))
+    stage = _whole("zero_stage", environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2"))
     fields: dict[str, Any] = {"backend": "deepspeed", "shard": _stage_to_shard(stage)}
     optimizer = environ.get("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "none")
     parameters = environ.get("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE", "none")
     fields["offload"] = _offload(optimizer, parameters)
     clipping = environ.get("ACCELERATE_GRADIENT_CLIPPING", "auto")
-    if clipping != "auto" and float(clipping) > 0:
-        fields["gradient_clipping"] = float(clipping)
+    if clipping != "auto" and _number("gradient_clipping", clipping) > 0:
+        fields["gradient_clipping"] = _number("gradient_clipping", clipping)
     accumulation = environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "auto")
     if accumulation.isdigit():
         fields["gradient_accumulation_steps"] = int(accumulation)
@@ -208,30 +224,53 @@ def fields_from_deepspeed_json(config: Mapping[str, Any]) -> dict[str, Any]:
             raise UnsupportedPolicyError(
                 f"the DeepSpeed config has a section {section!r}, which would replace the one in the code. Remove it."
             )
-    zero = config.get("zero_optimization", {})
+    zero = config.get("zero_optimization")
+    if not isinstance(zero, dict):
+        raise PolicyError("the DeepSpeed config has no section zero_optimization; Accelerate needs one.")
     if zero.get("round_robin_gradients"):
         raise UnsupportedPolicyError(
             "zero_optimization.round_robin_gradients makes DeepSpeed's tensor access return wrong tensors. Remove it."
         )
     optimizer, parameters = zero.get("offload_optimizer") or {}, zero.get("offload_param") or {}
-    fields: dict[str, Any] = {
+    fields = _numbers_of_json(config) | {
         "backend": "deepspeed",
-        "shard": _stage_to_shard(int(zero.get("stage", 0))),
+        "shard": _stage_to_shard(_whole("zero_optimization.stage", zero.get("stage", 0))),
         "offload": _offload(optimizer.get("device", "none"), parameters.get("device", "none")),
     }
     if "nvme" in (optimizer.get("device"), parameters.get("device")):
         fields["offload_path"] = optimizer.get("nvme_path") or parameters.get("nvme_path")
-    clipping, accumulation = config.get("gradient_clipping", "auto"), config.get("gradient_accumulation_steps", "auto")
-    if clipping != "auto" and clipping:
-        fields["gradient_clipping"] = float(clipping)
-    if accumulation != "auto":
-        fields["gradient_accumulation_steps"] = int(accumulation)
-    if config.get("train_batch_size", "auto") != "auto":
-        fields["global_batch_size"] = int(config["train_batch_size"])
     for dtype in ("bf16", "fp16"):
         if config.get(dtype, {}).get("enabled") is True:
             fields["precision.compute"] = dtype
     return fields
+
+
+def _numbers_of_json(config: Mapping[str, Any]) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    clipping, accumulation = config.get("gradient_clipping", "auto"), config.get("gradient_accumulation_steps", "auto")
+    if clipping != "auto" and clipping:
+        fields["gradient_clipping"] = _number("gradient_clipping", clipping)
+    if accumulation != "auto":
+        fields["gradient_accumulation_steps"] = _whole("gradient_accumulation_steps", accumulation)
+    if config.get("train_batch_size", "auto") != "auto":
+        fields["global_batch_size"] = _whole("train_batch_size", config["train_batch_size"])
+    return fields
+
+
+def _whole(name: str, value: object) -> int:
+    try:
+        if isinstance(value, bool) or int(str(value)) < 0:
+            raise ValueError
+    except ValueError:
+        raise PolicyError(f"{name} is {value!r}. Allowed: whole numbers.") from None
+    return int(str(value))
+
+
+def _number(name: str, value: object) -> float:
+    try:
+        return float(str(value))
+    except ValueError:
+        raise PolicyError(f"{name} is {value!r}. Allowed: numbers.") from None
 
 
 def _stage_to_shard(stage: int) -> str:

@@ -27,7 +27,8 @@ class PolicyNotAppliedError(RuntimeError):
 def unknown_name(kind: str, got: str, allowed: Iterable[str], remedy: str = "") -> str:
     """Build the message for a misspelt name: what it was, the nearest valid one, all valid ones."""
     names = list(allowed)
-    near = difflib.get_close_matches(got, names, n=1, cutoff=0.5)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
+    lowered = {name.lower(): name for name in names}
+    near = difflib.get_close_matches(got.lower(), lowered, n=1, cutoff=0.5)
+    hint = f" Did you mean {lowered[near[0]]!r}?" if near else ""
     tail = f" {remedy}" if remedy else ""
     return f"unknown {kind} {got!r}.{hint} Allowed: {', '.join(names)}.{tail}"

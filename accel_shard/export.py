@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,11 +19,25 @@ from accel_shard.names import persistent_buffers
 from accel_shard.precision import DTYPES
 
 if TYPE_CHECKING:
-    from accel_shard.accelerator import PolicyAccelerator
+    from accelerate import Accelerator
 
-__all__ = ["ShardWriter", "export_model", "parse_size"]
+    from accel_shard.accelerator import PolicyAccelerator
+    from accel_shard.backends.base import Backend
+    from accel_shard.policy import ShardingPolicy
+
+__all__ = ["ExportSource", "ShardWriter", "export_model", "export_prepared", "parse_size"]
 
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+@dataclass(frozen=True, slots=True)
+class ExportSource:
+    """Who prepared the model that is exported, and how."""
+
+    accelerator: Accelerator
+    policy: ShardingPolicy
+    backend: Backend
+    config_changes: dict[str, Any]
 
 
 def export_model(
@@ -55,14 +70,30 @@ def export_model(
         ValueError: for a size that cannot be read.
         RuntimeError: on every rank, if rank 0 could not write.
     """
-    target, limit, saved = Path(folder), parse_size(max_shard_size), accelerator.policy.dtypes.save
+    source = ExportSource(accelerator, accelerator.policy, accelerator.backend, accelerator.config_changes)
+    return export_prepared(source, model, folder, tokenizer=tokenizer, card=card, max_shard_size=max_shard_size)
+
+
+def export_prepared(
+    source: ExportSource,
+    model: torch.nn.Module,
+    folder: str | Path,
+    *,
+    tokenizer: Any = None,
+    card: str | None = None,
+    max_shard_size: int | str = "5GB",
+) -> Path:
+    """Do what :func:`export_model` says, for a model that any accelerator prepared. Every rank must call it."""
+    accelerator, saved = source.accelerator, source.policy.dtypes.save
+    target, limit = Path(folder), parse_size(max_shard_size)
     partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
     writer = ShardWriter(partial, limit, DTYPES[saved]) if accelerator.is_main_process else None
     inner = _innermost(accelerator.unwrap_model(model, keep_torch_compile=False))
     config = copy.deepcopy(getattr(inner, "config", None))
-    for name, value in accelerator.config_changes.items():
-        setattr(config, name, value)
-    for name, weight in accelerator.whole_weights(model):
+    for name, value in source.config_changes.items():
+        if hasattr(config, name):
+            setattr(config, name, value)
+    for name, weight in source.backend.whole_weights(accelerator, model):
         if writer is not None:
             writer.add(name, weight)
     failure: str | None = None
@@ -87,6 +118,9 @@ class ShardWriter:
         self._shards: list[list[str]] = []
         self._error: Exception | None = None
         with self._remembering():
+            # What killed runs left behind; the folder itself is never touched before the new one is whole.
+            for stale in partial.parent.glob(f"{partial.name.partition('.partial')[0]}.partial*"):
+                shutil.rmtree(stale, ignore_errors=True)
             partial.mkdir(parents=True)
 
     @contextlib.contextmanager
@@ -148,7 +182,9 @@ class ShardWriter:
 def _write_companions(folder: Path, model: Any, config: Any, tokenizer: Any, card: str | None, dtype: str) -> None:
     if hasattr(config, "save_pretrained"):
         # fully_shard puts FSDP before the name of a class.
-        config.architectures = [type(model).__name__.removeprefix("FSDP")]
+        sharded = hasattr(model, "set_requires_gradient_sync")
+        name = type(model).__name__
+        config.architectures = [name.removeprefix("FSDP") if sharded else name]
         config.dtype = str(DTYPES[dtype]).removeprefix("torch.")
         config.save_pretrained(folder)
     generation = getattr(model, "generation_config", None)
@@ -174,7 +210,12 @@ def _commit(partial: Path, target: Path) -> None:
     old = target.with_name(f".{target.name}.old-{os.getpid()}")
     if target.exists():
         target.rename(old)
-    partial.rename(target)
+    try:
+        partial.rename(target)
+    except OSError:
+        if old.exists():
+            old.rename(target)
+        raise
     shutil.rmtree(old, ignore_errors=True)
 
 

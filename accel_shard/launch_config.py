@@ -132,8 +132,20 @@ def read_config(path: str | Path) -> dict[str, Any]:
 
 
 def policy_from_config(config: Mapping[str, Any]) -> ShardingPolicy:
-    """Return the policy that an accelerate config comes to under ``ShardingPolicy.from_environment``."""
-    return ShardingPolicy.load(fields_from_launch(launch_environment(config)))
+    """Return the policy that an accelerate config comes to under ``ShardingPolicy.from_environment``.
+
+    Raises:
+        PolicyError: for a kind of run, or a value, that no policy can express.
+    """
+    kinds = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU", "MULTI_NPU", "MULTI_MLU", "MULTI_HPU", "FSDP", "DEEPSPEED")
+    if config.get("distributed_type") not in kinds:
+        raise UnsupportedPolicyError(
+            f"distributed_type is {config.get('distributed_type')!r}. Allowed: {', '.join(kinds)}."
+        )
+    try:
+        return ShardingPolicy.load(fields_from_launch(launch_environment(config)))
+    except (AttributeError, TypeError) as error:
+        raise PolicyError(f"the config has a section or value of the wrong kind: {error}") from error
 
 
 def launch_environment(config: Mapping[str, Any]) -> dict[str, str]:
@@ -142,15 +154,15 @@ def launch_environment(config: Mapping[str, Any]) -> dict[str, str]:
     kind = config.get("distributed_type")
     if kind != "DEEPSPEED":  # there the launcher drops it
         environ["ACCELERATE_DYNAMO_BACKEND"] = str((config.get("dynamo_config") or {}).get("dynamo_backend", "NO"))
+    if config.get("parallelism_config"):
+        environ["ACCELERATE_USE_PARALLELISM_CONFIG"] = "true"
+        environ |= {key.upper(): str(value) for key, value in config["parallelism_config"].items()}
     if kind == "FSDP":
         environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1"}
         renamed = {"FSDP_TRANSFORMER_LAYER_CLS_TO_WRAP": "FSDP_TRANSFORMER_CLS_TO_WRAP"}
         for key, value in (config.get("fsdp_config") or {}).items():
             name = (key if key.startswith("fsdp") else f"fsdp_{key}").upper()
             environ[renamed.get(name, name)] = str(value).lower() if isinstance(value, bool) else str(value)
-        if config.get("parallelism_config"):
-            environ["ACCELERATE_USE_PARALLELISM_CONFIG"] = "true"
-            environ |= {key.upper(): str(value) for key, value in config["parallelism_config"].items()}
     elif kind == "DEEPSPEED":
         environ |= {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_CONFIG_DS_FIELDS": ""}
         keys = config.get("deepspeed_config") or {}

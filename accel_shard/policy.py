@@ -235,7 +235,10 @@ class ShardingPolicy:
         if isinstance(source, Mapping):
             return cls._from_mapping(source)
         head, *rest = str(source).split(",")
-        changes = dict(_parse_assignment(part) for part in ([head] if "=" in head else []) + rest)
+        assigned = [_parse_assignment(part) for part in ([head] if "=" in head else []) + rest]
+        changes = dict(assigned)
+        if len(changes) < len(assigned):
+            raise PolicyError(f"the policy {str(source)!r} says a field twice. Say it once.")
         if "=" in head:
             return cls._from_mapping(changes)
         return cls._from_mapping(_read_base(head) | changes)
@@ -364,7 +367,7 @@ def _parse_wrap(value: object) -> str | tuple[str, ...] | int:
         return "auto"
     if isinstance(value, str):
         value = (value,)
-    if isinstance(value, (list, tuple)) and value and all(isinstance(v, str) and v for v in value):
+    if isinstance(value, (list, tuple)) and value and all(isinstance(v, str) and v.isidentifier() for v in value):
         return tuple(value)
     if isinstance(value, int) and not isinstance(value, bool) and value > 0:
         return value

@@ -22,6 +22,7 @@ def checkpoint_blocks(model: nn.Module, policy: ShardingPolicy) -> None:
     )
 
     classes = block_classes(model, policy)
-    for name, module in list(model.named_modules()):
+    # The innermost first: a name leads through a wrapper to the wrapper's own child.
+    for name, module in sorted(model.named_modules(), key=lambda item: -item[0].count(".")):
         if type(module).__name__ in classes and not isinstance(module, CheckpointWrapper):
             model.set_submodule(name, checkpoint_wrapper(module, checkpoint_impl=CheckpointImpl.NO_REENTRANT))

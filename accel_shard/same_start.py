@@ -1,4 +1,7 @@
-"""Every rank starts from rank 0's weights, as under DDP. FSDP would shard whatever each rank happens to hold."""
+"""Every rank starts from rank 0's weights and buffers, as under DDP.
+
+FSDP would shard whatever each rank happens to hold, and DeepSpeed leaves buffers alone.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +18,21 @@ __all__ = ["start_from_rank_zero"]
 
 logger = get_logger(__name__)
 
+_CHUNK = 1 << 20  # elements in double precision at a time
+
 
 def start_from_rank_zero(accelerator: Accelerator, model: torch.nn.Module) -> None:
     """Overwrite, in place, the parameters and buffers that differ from rank 0's.
 
     Every rank must call it with a model of the same structure, not yet sharded. It gathers two numbers a tensor;
     only tensors that differ are broadcast, one at a time. It does nothing for tensors without data (meta device),
-    and nothing where Accelerate itself loads on rank 0 only.
+    or that DeepSpeed has partitioned, and nothing where Accelerate itself loads on rank 0 only.
     """
-    plugin = accelerator.state.fsdp_plugin
-    if accelerator.num_processes == 1 or plugin.cpu_ram_efficient_loading:
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    if accelerator.num_processes == 1 or (plugin is not None and plugin.cpu_ram_efficient_loading):
         return
-    tensors = [(n, t.detach()) for n, t in (*model.named_parameters(), *model.named_buffers()) if not t.is_meta]
+    everything = (*model.named_parameters(), *model.named_buffers())
+    tensors = [(name, t.detach()) for name, t in everything if not t.is_meta and not hasattr(t, "ds_id")]
     if not tensors:
         return
     sums = torch.stack([_fingerprint(tensor) for _, tensor in tensors]).to(accelerator.device)
@@ -49,7 +55,14 @@ def start_from_rank_zero(accelerator: Accelerator, model: torch.nn.Module) -> No
 
 
 def _fingerprint(tensor: torch.Tensor) -> torch.Tensor:
+    """Return two numbers that differ when values or their order do: a sum weighted by position, and a norm."""
     values = tensor.reshape(-1)
     if not values.is_floating_point():
         values = values.to(torch.float64)
-    return torch.stack([values.sum(dtype=torch.float64), torch.linalg.vector_norm(values, dtype=torch.float64)]).cpu()
+    weights = torch.arange(1, 1 + min(_CHUNK, max(1, values.numel())), dtype=torch.float64, device=values.device)
+    total = torch.zeros((), dtype=torch.float64, device=values.device)
+    for start in range(0, values.numel(), _CHUNK):
+        chunk = values[start : start + _CHUNK]
+        # The total goes on into the next chunk, so that chunks cannot be exchanged either.
+        total = total * 1.0009765625 + (chunk.to(torch.float64) * weights[: chunk.numel()]).sum()
+    return torch.stack([total, torch.linalg.vector_norm(values, dtype=torch.float64)]).cpu()

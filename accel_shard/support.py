@@ -183,7 +183,8 @@ REFUSALS: Final[tuple[Refusal, ...]] = (
     Refusal(
         field="wrap",
         backends=("ddp", "deepspeed"),
-        reason="only FSDP has units to wrap",
+        when={"activation_checkpointing": (False,)},
+        reason="only FSDP has units to wrap; elsewhere wrap names the blocks to recompute",
         instead={"wrap": "auto"},
     ),
     Refusal(

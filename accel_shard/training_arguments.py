@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from transformers import TrainerCallback, TrainingArguments
 
 from accel_shard import rehearsal
 from accel_shard.backends import backend_for
-from accel_shard.environment import launcher_fields_set_aside
+from accel_shard.environment import launcher_fields_set_aside, refuse_other_launch
 from accel_shard.errors import PolicyError, PolicyNotAppliedError
+from accel_shard.export import ExportSource, export_prepared
 from accel_shard.policy import ShardingPolicy
 from accel_shard.precision import cast_masters
+from accel_shard.same_start import start_from_rank_zero
 from accel_shard.verify import expect, verify_prepared
 
 if TYPE_CHECKING:
@@ -59,6 +62,7 @@ def training_arguments(policy: ShardingPolicy, **arguments: Any) -> TrainingArgu
     """
     for name in arguments.keys() & _SAID_BY_THE_POLICY.keys():
         raise PolicyError(f"{name}={arguments[name]!r} is said by the policy's field {_SAID_BY_THE_POLICY[name]!r}.")
+    refuse_other_launch(policy)
     backend, rehearsing = backend_for(policy), rehearsal.is_needed()
     if policy.backend != "ddp" and "LOCAL_RANK" not in os.environ:
         raise PolicyError(f"backend {policy.backend!r} shards over ranks, and this process was started alone.")
@@ -130,14 +134,17 @@ def _complete_plugin_arguments(built: TrainingArguments, extra: dict[str, Any]) 
 
 
 class VerifyPolicy(TrainerCallback):  # type: ignore[misc]
-    """Makes a plain ``Trainer`` hold the policy's masters, and checks at the start of training what was prepared.
+    """Gives a plain ``Trainer`` the policy's masters and rank 0's weights, and checks what it prepared.
 
     Use: ``trainer.add_callback(VerifyPolicy(policy, trainer))``, before ``trainer.train()``, on every rank.
     """
 
     def __init__(self, policy: ShardingPolicy, trainer: Trainer) -> None:
-        self._policy, self._trainer = policy, trainer
+        self._policy, self._trainer, self._backend = policy, trainer, backend_for(policy)
         cast_masters(trainer.model, policy)
+        if policy.backend != "ddp":
+            start_from_rank_zero(trainer.accelerator, trainer.model)
+        self._backend.remember(trainer.model)
         self._expected = expect(trainer.model, policy)
         self._own_optimizer = trainer.optimizer
 
@@ -148,6 +155,11 @@ class VerifyPolicy(TrainerCallback):  # type: ignore[misc]
             PolicyNotAppliedError: on every rank, if Trainer prepared something else.
         """
         trainer = self._trainer
+        if self._policy.backend == "fsdp1" and state.global_step:
+            raise PolicyNotAppliedError(
+                "Trainer resumed under FSDP1, where Accelerate silently restores no optimizer state. Use backend "
+                "'fsdp'."
+            )
         verify_prepared(
             trainer.accelerator,
             self._policy,
@@ -164,3 +176,9 @@ class VerifyPolicy(TrainerCallback):  # type: ignore[misc]
                 f"{type(used).__name__}: under DeepSpeed it drops its argument `optimizers`. Give it "
                 "optimizer_cls_and_kwargs=(class, arguments) instead."
             )  # fmt: skip
+
+    def export(self, folder: str | Path, **options: Any) -> Path:
+        """Export the trained model as :func:`~accel_shard.export_model` does. Every rank must call it."""
+        trainer = self._trainer
+        source = ExportSource(trainer.accelerator, self._policy, self._backend, {})
+        return export_prepared(source, trainer.model_wrapped, folder, **options)

@@ -73,11 +73,13 @@ def _repeated(model: nn.Module) -> tuple[str, ...]:
     """Find the blocks of a model that does not name them: the container of equal items with most parameters."""
     best: tuple[int, tuple[str, ...]] = (0, ())
     for module in model.modules():
-        if not isinstance(module, (nn.ModuleList, nn.Sequential)) or len(module) < 2:
+        if not isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)) or len(module) < 2:
             continue
-        names = Counter(type(child).__name__ for child in module if has_parameters(child))
+        names = Counter(type(child).__name__ for child in module.children() if has_parameters(child))
         repeated = tuple(sorted(name for name, count in names.items() if count > 1))
-        size = sum(p.numel() for child in module if type(child).__name__ in repeated for p in child.parameters())
+        size = sum(
+            p.numel() for child in module.children() if type(child).__name__ in repeated for p in child.parameters()
+        )
         if repeated and size > best[0]:
             best = (size, repeated)
     return best[1]

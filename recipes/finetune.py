@@ -84,6 +84,8 @@ class Arguments:
     stop_after: int | None = option(None, "save and stop after so many optimizer steps of this launch")
 
     def __post_init__(self) -> None:
+        if self.max_steps == 0:
+            raise ValueError("--max_steps is 0. Allowed: whole numbers from 1 on, or -1 for num_train_epochs.")
         if self.max_steps > 0 and self.num_train_epochs > 0:
             raise ValueError(f"--max_steps {self.max_steps} and --num_train_epochs {self.num_train_epochs}: give one.")
         for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "eval_steps", "logging_steps"):
@@ -199,6 +201,7 @@ def main() -> None:
     """Train, evaluate, export."""
     args = parse_arguments(Arguments, sys.argv[1:], str(__doc__))
     policy, folder = build_policy(args), Path(args.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)  # a folder that cannot be written is better known now than at the end
     trackers = find_trackers(args.report_to)  # a step's batches are fetched ahead, so the loader ends too early
     accelerator = policy.accelerator(log_with=trackers, project_dir=args.output_dir, sync_with_dataloader=False)
     set_seed(args.seed)  # the same weights on every rank

@@ -72,6 +72,9 @@ class Backend(abc.ABC):
     def before_prepare(self, accelerator: Accelerator, model: torch.nn.Module, batch_size: int | None) -> None:  # noqa: B027
         """Adjust plugins to a model just before ``prepare``; ``batch_size`` is per rank and micro-batch."""
 
+    def remember(self, model: torch.nn.Module) -> None:  # noqa: B027
+        """Remember of a model what ``prepare`` will hide. :meth:`before_prepare` does it too."""
+
     def after_prepare(self, accelerator: Accelerator, model: torch.nn.Module) -> None:  # noqa: B027
         """Give a prepared model what the backend leaves out."""
 

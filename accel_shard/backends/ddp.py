@@ -54,6 +54,13 @@ class DDPBackend(Backend):
             )
         return {}
 
+    def after_prepare(self, accelerator: Accelerator, model: torch.nn.Module) -> None:
+        """Cast at the border of a model that is bf16 throughout; else autocast does it."""
+        from accel_shard.precision import cast_at_the_border
+
+        if self.policy.dtypes.master == "bf16":
+            cast_at_the_border(model, "bf16")
+
     def inspect(self, accelerator: Accelerator, model: torch.nn.Module, optimizer: Any) -> Prepared:
         """Read from prepared objects what this rank holds."""
         from torch.nn.parallel import DistributedDataParallel
@@ -88,8 +95,10 @@ class DDPBackend(Backend):
 
     def whole_weights(self, accelerator: Accelerator, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every weight; nothing is communicated."""
+        from accel_shard.names import canonical
+
         for name, parameter in accelerator.unwrap_model(model, keep_torch_compile=False).named_parameters():
-            yield name, parameter.detach()
+            yield canonical(name), parameter.detach()
 
     def layout(self, accelerator: Accelerator, model: torch.nn.Module, optimizer: Any) -> Layout:
         """Describe what this rank holds: all of it."""

@@ -39,6 +39,7 @@ class DeepSpeedBackend(Backend):
     """Carries out any ``shard`` on DeepSpeed, as ZeRO stage 0 to 3."""
 
     distributed_types = ("DEEPSPEED",)
+    _bucket_given = False
 
     @property
     def kind(self) -> str:  # type: ignore[override]
@@ -75,7 +76,9 @@ class DeepSpeedBackend(Backend):
             "zero_optimization": self._zero(rehearsing),
         }
         # What the policy says was read from this file; the file may say more, as bucket sizes.
-        config = _merged(settled, deepspeed_file(os.environ))
+        given = deepspeed_file(os.environ)
+        self._bucket_given = given.get("zero_optimization", {}).get("reduce_bucket_size", "auto") != "auto"
+        config = _merged(settled, given)
         return config | _batch_sizes(batch_size, policy.gradient_accumulation_steps)
 
     def _bf16(self) -> dict[str, bool]:
@@ -110,7 +113,8 @@ class DeepSpeedBackend(Backend):
         with launcher_fields_set_aside():
             plugin = DeepSpeedPlugin(
                 hf_ds_config=self.config(rehearsing=rehearsing, batch_size=None),
-                zero3_init_flag=self.policy.shard == "parameters",
+                zero3_init_flag=self.policy.shard == "parameters"
+                and os.environ.get("ACCELERATE_DEEPSPEED_ZERO3_INIT", "true").lower() == "true",
             )
         handlers = [InitProcessGroupKwargs(**deepspeed_group_arguments())] if rehearsing else []
         return {"deepspeed_plugin": plugin, "kwargs_handlers": handlers}
@@ -127,27 +131,17 @@ class DeepSpeedBackend(Backend):
         config = accelerator.deepspeed_plugin.deepspeed_config
         config.update(_batch_sizes(batch_size or 1, self.policy.gradient_accumulation_steps))
         zero = config["zero_optimization"]
-        if zero["reduce_bucket_size"] == _REDUCE_BUCKET:
+        if not self._bucket_given:
             elements = sum(int(getattr(p, "ds_numel", p.numel())) for p in model.parameters() if p.requires_grad)
             zero["reduce_bucket_size"] = max(1, min(_REDUCE_BUCKET, elements // _BUCKETS))
 
     def after_prepare(self, accelerator: Accelerator, model: torch.nn.Module) -> None:
         """Cast floating inputs to the compute dtype and outputs to fp32, as DDP's autocast and FSDP do."""
-        from accelerate.utils import recursively_apply
-        from accelerate.utils.operations import convert_to_fp32
+        from accel_shard.precision import cast_at_the_border
 
-        from accel_shard.precision import DTYPES
-
-        if self.policy.dtypes.compute == "fp32":
-            return
-        dtype = DTYPES[self.policy.dtypes.compute]
-
-        def cast(value: Any) -> Any:
-            return recursively_apply(lambda t: t.to(dtype) if t.is_floating_point() else t, value)
-
-        module: Any = model.module
-        module.register_forward_pre_hook(lambda _, args, kwargs: (cast(args), cast(kwargs)), with_kwargs=True)
-        module.register_forward_hook(lambda _, args, output: convert_to_fp32(output))
+        if self.policy.dtypes.compute != "fp32":
+            inner: Any = model
+            cast_at_the_border(inner.module, self.policy.dtypes.compute)
 
     def inspect(self, accelerator: Accelerator, model: torch.nn.Module, optimizer: Any) -> Prepared:
         """Read from prepared objects what this rank holds."""
@@ -194,6 +188,9 @@ class DeepSpeedBackend(Backend):
         engine: Any = model
         from accel_shard.names import canonical
 
+        if self.policy.shard == "parameters":
+            # A fetch that was begun for the next step would meet the gathers below.
+            engine.empty_partition_cache()
         apart = self.policy.dtypes.master != self.policy.dtypes.compute
         for name, parameter in engine.module.named_parameters():
             if apart and parameter.requires_grad:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -50,11 +51,12 @@ class FSDP1Backend(Backend):
         if rehearsing:
             # Both need a device in FSDP1; the accelerator itself gives every rank the weights of rank 0.
             arguments |= {"sync_module_states": False, "cpu_ram_efficient_loading": False}
+        if "FSDP_BACKWARD_PREFETCH" not in os.environ:
+            arguments["backward_prefetch"] = "BACKWARD_PRE"
         plugin = FullyShardedDataParallelPlugin(
             **arguments,
             reshard_after_forward=self._strategy,
             sharding_strategy=self._strategy,
-            backward_prefetch="BACKWARD_PRE",
             use_orig_params=True,
             mixed_precision_policy=self._mixed_precision(),
             activation_checkpointing=self.policy.activation_checkpointing,
@@ -89,7 +91,18 @@ class FSDP1Backend(Backend):
     def before_prepare(self, accelerator: Accelerator, model: torch.nn.Module, batch_size: int | None) -> None:
         """Name the units, and remember the shapes that flattening hides."""
         set_units(accelerator, model, self.policy)
+        self.remember(model)
+
+    def remember(self, model: torch.nn.Module) -> None:
+        """Remember the shapes of a model that is about to be flattened."""
         self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+
+    def after_prepare(self, accelerator: Accelerator, model: torch.nn.Module) -> None:
+        """Cast at the border of a model that is bf16 throughout; else autocast does it."""
+        from accel_shard.precision import cast_at_the_border
+
+        if self.policy.dtypes.master == "bf16":
+            cast_at_the_border(model, "bf16")
 
     def inspect(self, accelerator: Accelerator, model: torch.nn.Module, optimizer: Any) -> Prepared:
         """Read from prepared objects what this rank holds."""

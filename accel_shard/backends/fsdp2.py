@@ -75,9 +75,8 @@ class FSDP2Backend(Backend):
         if dtypes.compute == dtypes.reduce == dtypes.master:
             return None
         compute = None if dtypes.compute == dtypes.master else DTYPES[dtypes.compute]
-        # Outputs in fp32, as Accelerate's autocast gives them under DDP.
-        output = None if dtypes.compute == "fp32" else DTYPES["fp32"]
-        return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=DTYPES[dtypes.reduce], output_dtype=output)
+        # No output dtype: it would hold for every unit, and give the root's own layers fp32 to work on.
+        return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=DTYPES[dtypes.reduce])
 
     def _parallelism(self) -> ParallelismConfig | None:
         from accelerate.parallelism_config import ParallelismConfig
@@ -102,6 +101,8 @@ class FSDP2Backend(Backend):
         """Return the fields of ``TrainingArguments`` that say this policy."""
         keys = trainer_keys(self.policy, version=2)
         keys["reshard_after_forward"] = self.policy.shard == "parameters"
+        if self.policy.offload == "parameters":
+            os.environ.update(ACCELERATE_USE_FSDP="true", FSDP_OFFLOAD_PARAMS="true")
         return {"fsdp": True, "fsdp_config": keys, "parallelism_config": self._parallelism()}
 
     def trainer_plugin_arguments(self, *, rehearsing: bool) -> dict[str, Any]:
@@ -118,6 +119,13 @@ class FSDP2Backend(Backend):
     def before_prepare(self, accelerator: Accelerator, model: torch.nn.Module, batch_size: int | None) -> None:
         """Name the units."""
         set_units(accelerator, model, self.policy)
+
+    def after_prepare(self, accelerator: Accelerator, model: torch.nn.Module) -> None:
+        """Cast at the border of the whole model: outputs in fp32, as Accelerate's autocast gives them under DDP."""
+        from accel_shard.precision import cast_at_the_border
+
+        if self.policy.dtypes.compute != "fp32":
+            cast_at_the_border(model, self.policy.dtypes.compute)
 
     def inspect(self, accelerator: Accelerator, model: torch.nn.Module, optimizer: Any) -> Prepared:
         """Read from prepared objects what this rank holds."""

@@ -286,3 +286,159 @@ def losses_in_eval(line: str) -> tuple[float, float]:
 def test_evaluation_before_training(line: str, two_ranks: RankPool) -> None:
     for got, wanted in two_ranks.run(losses_in_eval, line):
         assert got == pytest.approx(wanted, rel=1e-5)
+
+
+# ---- what a first user tried -----------------------------------------------------------------------------------
+
+
+class Sandwich(torch.nn.Module):
+    """Layers of the root before and after its blocks, as most models outside transformers have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(12)
+        self.first = torch.nn.Linear(7, 7)
+        self.blocks = torch.nn.ModuleList(Block(7) for _ in range(3))
+        self.last = torch.nn.Linear(7, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+def sandwich_run(line: str) -> tuple[list[float], torch.dtype]:
+    accelerator = ShardingPolicy.load(line).accelerator()
+    model: Any = Sandwich()
+    model, optimizer = accelerator.prepare(model, torch.optim.Adam(model.parameters(), lr=1e-2))
+    losses = steps_of(model, optimizer, accelerator.backward, slice(accelerator.process_index, None, 2))
+    return accelerator.reduce(torch.tensor(losses), "mean").tolist(), model(torch.ones(2, 7)).dtype
+
+
+@pytest.mark.parametrize("four", ["bf16", "pure"])
+@pytest.mark.parametrize("line", [*LINES, "fsdp2_offload"])
+def test_bf16_on_a_home_made_model(line: str, four: str, two_ranks: RankPool) -> None:
+    pure = ",precision.master=bf16,precision.compute=bf16,precision.reduce=bf16"
+    model = Sandwich()
+    wanted = steps_of(model, torch.optim.Adam(model.parameters(), lr=1e-2), torch.Tensor.backward, slice(None))
+    for losses, dtype in two_ranks.run(sandwich_run, line + (",precision=bf16" if four == "bf16" else pure)):
+        assert losses == pytest.approx(wanted, rel=3e-2)
+        assert dtype == torch.float32
+
+
+def prepared_apart(line: str) -> float:
+    """Model and optimizer in calls of their own; the policy clips all the same."""
+    accelerator = ShardingPolicy.load(f"{line},gradient_clipping=0.001").accelerator()
+    model: Any = Tower()
+    model = accelerator.prepare(model)
+    optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=1.0))
+    before = torch.cat([w.detach().reshape(-1).clone() for _, w in accelerator.whole_weights(model)])
+    accelerator.backward(model(torch.ones(2, 7)).square().sum())
+    optimizer.step()
+    after = torch.cat([w.detach().reshape(-1) for _, w in accelerator.whole_weights(model)])
+    return float((after - before).norm())
+
+
+@pytest.mark.parametrize("line", ["ddp", "fsdp1"])
+def test_clipping_holds_when_objects_are_prepared_apart(line: str, two_ranks: RankPool) -> None:
+    for moved in two_ranks.run(prepared_apart, line):
+        assert moved == pytest.approx(0.001, rel=1e-2)
+
+
+def loaders_apart(line: str) -> None:
+    accelerator = ShardingPolicy.load(f"{line},global_batch_size=64").accelerator()
+    data = torch.utils.data.TensorDataset(torch.randn(32, 7))
+    accelerator.prepare(torch.utils.data.DataLoader(data, batch_size=4))
+
+
+def test_a_loader_prepared_alone_is_checked(two_ranks: RankPool) -> None:
+    with pytest.raises(RankError, match="What fits: 32"):
+        two_ranks.run(loaders_apart, "ddp")
+
+
+def clip_a_subset(line: str, leave_out: bool) -> float:
+    accelerator = ShardingPolicy.load(line).accelerator()
+    model: Any = freeze(Tower(), True)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    accelerator.backward(model(torch.ones(2, 7)).square().sum())
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    return float(accelerator.clip_grad_norm_(trainable[1:] if leave_out else trainable, 0.5))
+
+
+@pytest.mark.parametrize("line", ["ddp", "fsdp1", "fsdp2"])
+def test_the_norm_of_the_trainable_parameters_is_the_global_one(line: str, two_ranks: RankPool) -> None:
+    model = freeze(Tower(), True)
+    model(torch.ones(2, 7)).square().sum().backward()
+    wanted = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    assert two_ranks.run(clip_a_subset, line, False) == pytest.approx([float(wanted)] * 2, rel=1e-5)
+    if line == "fsdp1":
+        with pytest.raises(RankError, match="only the 2-norm of all trainable parameters"):
+            two_ranks.run(clip_a_subset, line, True)
+
+
+def buffers_differ(line: str) -> list[float]:
+    accelerator = ShardingPolicy.load(line).accelerator()
+    model: Any = Tower()
+    model.offset = torch.arange(7.0) if accelerator.is_main_process else torch.arange(7.0).flip(0)
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    return next(b for n, b in model.named_buffers() if n.endswith("offset")).tolist()
+
+
+@pytest.mark.parametrize("line", ["fsdp1", "fsdp2", "zero2", "zero3"])
+def test_buffers_start_from_rank_zero_whatever_their_sum(line: str, two_ranks: RankPool) -> None:
+    assert two_ranks.run(buffers_differ, line) == [list(map(float, range(7)))] * 2
+
+
+def load_state_of(line: str) -> None:
+    ShardingPolicy.load(line).accelerator().load_state("anywhere")
+
+
+def test_load_state_is_refused_where_it_loses_the_optimizer(two_ranks: RankPool) -> None:
+    with pytest.raises(RankError, match="restores no optimizer state under FSDP1"):
+        two_ranks.run(load_state_of, "fsdp1")
+
+
+def trainer_from_other_weights(line: str, folder: str) -> dict[str, torch.Tensor]:
+    """A plain Trainer whose ranks start apart; return what it exports after no training to speak of."""
+    from safetensors.torch import load_file
+    from transformers import Trainer
+
+    from accel_shard import VerifyPolicy
+
+    policy = ShardingPolicy.load(line)
+    arguments = policy.training_arguments(
+        output_dir=folder, max_steps=1, learning_rate=0.0, report_to="none", disable_tqdm=True, save_strategy="no"
+    )
+    model = tiny_llama()
+    if torch.distributed.get_rank():
+        with torch.no_grad():
+            model.lm_head.weight.mul_(2)
+    data = [{"input_ids": row, "labels": row} for row in dataset()]
+    trainer = Trainer(model=model, args=arguments, train_dataset=data)
+    follower = VerifyPolicy(policy, trainer)
+    trainer.add_callback(follower)
+    trainer.train()
+    follower.export(f"{folder}/model")
+    return load_file(f"{folder}/model/model.safetensors")
+
+
+@pytest.mark.parametrize("line", ["ddp", "fsdp1", "fsdp2", "zero2", "zero3"])
+def test_a_trainer_starts_from_rank_zero_and_exports(line: str, two_ranks: RankPool, tmp_path: Any) -> None:
+    wanted = dict(tiny_llama().named_parameters())
+    for weights in two_ranks.run(trainer_from_other_weights, line, str(tmp_path)):
+        assert weights.keys() == wanted.keys()
+        assert all(torch.equal(weights[name], wanted[name]) for name in wanted)
+
+
+def trainer_under_another_launch() -> None:
+    import os
+
+    os.environ.update(ACCELERATE_USE_FSDP="true", FSDP_VERSION="2", FSDP_AUTO_WRAP_POLICY="TRANSFORMER_BASED_WRAP")
+    ShardingPolicy.load("ddp").training_arguments(output_dir="unused")
+
+
+def test_trainer_arguments_against_the_launch_config(two_ranks: RankPool) -> None:
+    with pytest.raises(RankError, match="backend is 'fsdp' in the accelerate launch config and 'ddp'"):
+        two_ranks.run(trainer_under_another_launch)

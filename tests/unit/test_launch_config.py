@@ -106,6 +106,11 @@ def test_a_policy_said_twice_is_an_error(environ: dict, policy: str | None, over
         (ZERO2 | {"ACCELERATE_DEEPSPEED_CONFIG_FILE": "nowhere.json"}, "does not exist"),
         (FSDP2 | {"ACCELERATE_MIXED_PRECISION": "fp8"}, "fp8"),
         ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "Megatron"),
+        ({"ACCELERATE_DYNAMO_BACKEND": "EAGER"}, "dynamo_backend is 'EAGER'"),
+        ({"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}, "parallelism_config"),
+        (FSDP2 | {"FSDP_VERSION": "1", "FSDP_USE_ORIG_PARAMS": "false"}, "fsdp_use_orig_params"),
+        (ZERO2 | {"ACCELERATE_DEEPSPEED_ZERO_STAGE": "three"}, "zero_stage is 'three'"),
+        (ZERO2 | {"ACCELERATE_GRADIENT_CLIPPING": "abc"}, "gradient_clipping is 'abc'"),
     ],
 )
 def test_launch_settings_that_no_policy_can_say_are_errors(environ: dict, words: str) -> None:
@@ -120,6 +125,8 @@ def test_launch_settings_that_no_policy_can_say_are_errors(environ: dict, words:
         ('{"zero_optimization": {"stage": 2, "round_robin_gradients": true}}', "round_robin"),
         ("{", "not JSON"),
         ("[]", "no JSON object"),
+        ('{"bf16": {"enabled": true}}', "no section zero_optimization"),
+        ('{"zero_optimization": {"stage": "auto"}}', "stage is 'auto'"),
     ],
 )
 def test_deepspeed_files_that_would_do_something_else(content: str, words: str, tmp_path) -> None:
@@ -138,3 +145,21 @@ def test_a_deepspeed_file_settles_fields_and_auto_settles_none(tmp_path) -> None
     assert policy == ShardingPolicy.load(
         "zero3_offload,precision=bf16,gradient_clipping=0.3,gradient_accumulation_steps=4"
     )
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"distributed_type": "XLA"}, "distributed_type is 'XLA'"),
+        ({"distributed_type": "FSDP", "fsdp_config": 3}, "wrong kind"),
+        ({"distributed_type": "MULTI_GPU", "parallelism_config": {"parallelism_config_tp_size": 2}}, "parallelism"),
+    ],
+)
+def test_configs_that_no_policy_can_say(config: dict, words: str) -> None:
+    with pytest.raises(PolicyError, match=words):
+        policy_from_config(config)
+
+
+def test_a_policy_may_add_what_the_launch_config_left_at_its_default() -> None:
+    policy = policy_from_environment("fsdp2,activation_checkpointing=true,wrap=Block", environ=FSDP2)
+    assert policy.activation_checkpointing
