@@ -29,32 +29,6 @@ def test_recomputed_blocks_keep_their_names(line: str, request: pytest.FixtureRe
     assert all(torch.equal(written[name], wanted[name]) for name in wanted)
 
 
-def export_in_flight(folder: str, json_file: str) -> None:
-    """Train with a prefetch bucket of a size that leaves a gather in flight after the last step, then export."""
-    import os
-
-    os.environ.update(
-        ACCELERATE_USE_DEEPSPEED="true", ACCELERATE_CONFIG_DS_FIELDS="", ACCELERATE_DEEPSPEED_CONFIG_FILE=json_file
-    )
-    accelerator = ShardingPolicy.from_environment().accelerator()
-    model: Any = tiny_llama()
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    assert accelerator.deepspeed_plugin.deepspeed_config["zero_optimization"]["reduce_bucket_size"] == 50_000_000
-    for _ in range(3):
-        accelerator.backward(token_loss(model, dataset()[:4], dataset()[:4]) / 60)
-        optimizer.step()
-    export_model(accelerator, model, folder)
-
-
-@pytest.mark.parametrize("bucket", [1500, 3000, 6000, 12000])
-def test_zero3_export_with_a_gather_in_flight(bucket: int, two_ranks: RankPool, tmp_path: Path) -> None:
-    zero = {"stage": 3, "stage3_prefetch_bucket_size": bucket, "reduce_bucket_size": 50_000_000}
-    zero["stage3_param_persistence_threshold"] = 0
-    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": zero}))
-    two_ranks.run(export_in_flight, str(tmp_path / "m"), str(tmp_path / "ds.json"))
-    assert (tmp_path / "m" / "model.safetensors").exists()
-
-
 def test_what_a_killed_export_left_is_cleaned_by_the_next(two_ranks: RankPool, tmp_path: Path) -> None:
     (tmp_path / ".m.partial-77").mkdir()
     two_ranks.run(exported, "ddp", str(tmp_path / "m"))

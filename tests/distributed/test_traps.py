@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -273,3 +274,26 @@ def test_a_rank_waits_no_longer_than_it_is_told(monkeypatch: pytest.MonkeyPatch)
     assert rehearsal.default_timeout().total_seconds() == 1800
     monkeypatch.setenv(rehearsal.TIMEOUT_VARIABLE, "45")
     assert rehearsal.deepspeed_group_arguments()["timeout"].total_seconds() == 45
+
+
+def own_json(json_file: str) -> dict[str, Any]:
+    os.environ.update(
+        ACCELERATE_USE_DEEPSPEED="true", ACCELERATE_CONFIG_DS_FIELDS="", ACCELERATE_DEEPSPEED_CONFIG_FILE=json_file
+    )
+    from accel_shard import ShardingPolicy
+
+    accelerator = ShardingPolicy.from_environment(gradient_clipping=0.5).accelerator()
+    model = tiny_llama()
+    accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    return accelerator.deepspeed_plugin.deepspeed_config
+
+
+def test_what_a_deepspeed_json_says_beyond_the_policy_stays(two_ranks: RankPool, tmp_path: Path) -> None:
+    zero = {"stage": 2, "reduce_bucket_size": 50_000_000, "allgather_bucket_size": 78}
+    content = {"zero_optimization": zero, "gradient_clipping": "auto", "wall_clock_breakdown": True}
+    (tmp_path / "ds.json").write_text(json.dumps(content))
+    for config in two_ranks.run(own_json, str(tmp_path / "ds.json")):
+        assert config["zero_optimization"]["reduce_bucket_size"] == 50_000_000
+        assert config["zero_optimization"]["allgather_bucket_size"] == 78
+        assert config["wall_clock_breakdown"] is True
+        assert config["gradient_clipping"] == 0.5

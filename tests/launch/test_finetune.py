@@ -138,3 +138,18 @@ def test_two_nodes(text: Path, plain: Any, tmp_path: Path) -> None:
     outputs = [finish(process, log) for process, log in nodes]
     assert "on 2 ranks" in outputs[0]
     check(tmp_path / "out", plain)
+
+
+def test_a_deepspeed_json_that_leaves_a_gather_in_flight_at_the_end(text: Path, plain: Any, tmp_path: Path) -> None:
+    """With this prefetch bucket DeepSpeed still fetches when the export begins to gather."""
+    zero = {"stage": 3, "stage3_prefetch_bucket_size": 33177}
+    autos = dict.fromkeys(
+        ("gradient_accumulation_steps", "gradient_clipping", "train_micro_batch_size_per_gpu"), "auto"
+    )
+    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": zero} | autos))
+    keys = ["compute_environment: LOCAL_MACHINE", "distributed_type: DEEPSPEED", "deepspeed_config:"]
+    (tmp_path / "launch.yaml").write_text("\n".join([*keys, f"  deepspeed_config_file: {tmp_path / 'ds.json'}"]))
+    script = recipe(text, tmp_path / "out", per_rank=GLOBAL_BATCH // 2, accumulation=1)
+    log = tmp_path / "log"
+    finish(start(accelerate("--config_file", str(tmp_path / "launch.yaml"), *script, ranks=2), log), log)
+    check(tmp_path / "out", plain)
