@@ -105,7 +105,10 @@ class Backend(abc.ABC):
         Every rank must call it: FSDP1 gathers the sizes of its ranges. The shards are views of live memory.
         """
 
-    @abc.abstractmethod
+    def named_module(self, accelerator: Accelerator, model: torch.nn.Module) -> torch.nn.Module:
+        """Return the module in a prepared model whose parameters have the user's names, up to canonical ones."""
+        return model
+
     def materialize(
         self,
         accelerator: Accelerator,
@@ -115,6 +118,10 @@ class Backend(abc.ABC):
         scalars: Mapping[str, Mapping[str, Any]],
     ) -> None:
         """Give the optimizer state of these shapes, and scalars, so that a new :meth:`layout` can be filled."""
+        from accel_shard.backends.parameter_layout import materialize
+
+        layout, named = self.layout(accelerator, model, None), self.named_module(accelerator, model)
+        materialize(layout, named, self.torch_optimizer(model, optimizer), shapes, scalars)
 
     def after_load(self, accelerator: Accelerator, model: torch.nn.Module, optimizer: Any) -> None:  # noqa: B027
         """Bring what is derived from the filled shards up to date. Every rank must call it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from accel_shard.backends.base import Backend, Prepared
@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     import torch
     from accelerate import Accelerator
 
-    from accel_shard.backends.parameter_layout import StateShape
     from accel_shard.layout import Layout
 
 __all__ = ["DDPBackend"]
@@ -97,7 +96,7 @@ class DDPBackend(Backend):
         """Yield every weight; nothing is communicated."""
         from accel_shard.names import canonical
 
-        for name, parameter in accelerator.unwrap_model(model, keep_torch_compile=False).named_parameters():
+        for name, parameter in self.named_module(accelerator, model).named_parameters():
             yield canonical(name), parameter.detach()
 
     def layout(self, accelerator: Accelerator, model: torch.nn.Module, optimizer: Any) -> Layout:
@@ -105,30 +104,13 @@ class DDPBackend(Backend):
         from accel_shard.backends.parameter_layout import describe
         from accel_shard.layout import Shard
 
-        inner = accelerator.unwrap_model(model, keep_torch_compile=False)
-        return describe(
-            inner, self.torch_optimizer(model, optimizer), lambda _, tensor: Shard.whole(tensor), replicated=True
-        )
+        named, client = self.named_module(accelerator, model), self.torch_optimizer(model, optimizer)
+        return describe(named, client, lambda _, tensor: Shard.whole(tensor), replicated=True)
 
-    def materialize(
-        self,
-        accelerator: Accelerator,
-        model: torch.nn.Module,
-        optimizer: Any,
-        shapes: Mapping[str, Mapping[str, StateShape]],
-        scalars: Mapping[str, Mapping[str, Any]],
-    ) -> None:
-        """Give the optimizer state of these shapes, and scalars."""
-        from accel_shard.backends.parameter_layout import materialize
-
-        layout = self.layout(accelerator, model, None)
-        materialize(
-            layout,
-            accelerator.unwrap_model(model, keep_torch_compile=False),
-            self.torch_optimizer(model, optimizer),
-            shapes,
-            scalars,
-        )
+    def named_module(self, accelerator: Accelerator, model: torch.nn.Module) -> torch.nn.Module:
+        """Return the model without DDP's prefix."""
+        inner: torch.nn.Module = accelerator.unwrap_model(model, keep_torch_compile=False)
+        return inner
 
     def clip(self, accelerator: Accelerator, model: torch.nn.Module, max_norm: float) -> torch.Tensor:
         """Clip to a global norm; local, because every rank holds whole averaged gradients."""

@@ -209,9 +209,14 @@ class DeepSpeedBackend(Backend):
 
         if self.policy.zero_stage:
             return describe_zero(model)
-        inner: Any = model
-        client = self.torch_optimizer(model, optimizer)
-        return describe(inner.module, client, lambda _, tensor: Shard.whole(tensor), replicated=True)
+        named, client = self.named_module(accelerator, model), self.torch_optimizer(model, optimizer)
+        return describe(named, client, lambda _, tensor: Shard.whole(tensor), replicated=True)
+
+    def named_module(self, accelerator: Accelerator, model: torch.nn.Module) -> torch.nn.Module:
+        """Return the model inside the engine."""
+        engine: Any = model
+        inner: torch.nn.Module = engine.module
+        return inner
 
     def materialize(
         self,
@@ -221,16 +226,13 @@ class DeepSpeedBackend(Backend):
         shapes: Mapping[str, Mapping[str, StateShape]],
         scalars: Mapping[str, Mapping[str, Any]],
     ) -> None:
-        """Give the client optimizer state of these shapes, and scalars."""
-        from accel_shard.backends.parameter_layout import materialize
+        """Give the client optimizer state for its flat partitions, or for the parameters in stage 0."""
         from accel_shard.backends.zero_layout import materialize_zero
 
         if self.policy.zero_stage:
             materialize_zero(model, shapes, scalars)
-            return
-        inner: Any = model
-        layout = self.layout(accelerator, model, None)
-        materialize(layout, inner.module, self.torch_optimizer(model, optimizer), shapes, scalars)
+        else:
+            super().materialize(accelerator, model, optimizer, shapes, scalars)
 
     def after_load(self, accelerator: Accelerator, model: torch.nn.Module, optimizer: Any) -> None:
         """Copy filled masters into the weights that forward uses, by an all-gather."""

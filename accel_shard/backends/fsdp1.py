@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from accel_shard.backends.base import Backend, Prepared
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
     from torch.distributed.fsdp import MixedPrecision
 
-    from accel_shard.backends.parameter_layout import StateShape
     from accel_shard.layout import Layout
 
 __all__ = ["FSDP1Backend"]
@@ -179,20 +178,6 @@ class FSDP1Backend(Backend):
             return Shard.flat_range(self._shapes[name], starts[name], tensor.detach().reshape(-1))
 
         return describe(model, self.torch_optimizer(model, optimizer), shard_of, replicated=False)
-
-    def materialize(
-        self,
-        accelerator: Accelerator,
-        model: torch.nn.Module,
-        optimizer: Any,
-        shapes: Mapping[str, Mapping[str, StateShape]],
-        scalars: Mapping[str, Mapping[str, Any]],
-    ) -> None:
-        """Give the optimizer state of these shapes, and scalars."""
-        from accel_shard.backends.parameter_layout import materialize
-
-        layout = self.layout(accelerator, model, None)
-        materialize(layout, model, self.torch_optimizer(model, optimizer), shapes, scalars)
 
     def clip(self, accelerator: Accelerator, model: torch.nn.Module, max_norm: float) -> torch.Tensor:
         """Clip to the global norm: one all-reduce of a scalar."""
