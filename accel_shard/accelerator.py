@@ -92,7 +92,7 @@ class PolicyAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships 
         refuse_other_launch(policy)
         self.policy, self.prepared, self.config_changes = policy, None, {}
         self.backend: Backend = backend_for(policy)
-        self._trained: list[tuple[torch.nn.Module, Any]] = []
+        self._trained: list[torch.nn.Module] = []
         self._clipped = self._loader_seen = False
         rehearsing = rehearsal.is_needed()
         given = list(arguments.pop("kwargs_handlers", None) or [])
@@ -134,26 +134,28 @@ class PolicyAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships 
         ]
         batch_size = self._batch_size(args)
         expected = [expect(model, self.policy) for model in models]
-        replaced = {id(model): self._before(model, batch_size) for model in models}
-        result = super().prepare(*(replaced.get(id(a), a) for a in args), device_placement=device_placement)
+        for model in models:
+            self._before(model, batch_size)
+        result = super().prepare(*args, device_placement=device_placement)
         outcome = result if len(args) > 1 else (result,)
         for scheduler in self._schedulers:
             if isinstance(scheduler, AcceleratedScheduler):
                 # Its name for "one step is one optimizer step"; false steps once for each rank.
                 scheduler.split_batches = True
         optimizers = [o for o in outcome if isinstance(o, torch.optim.Optimizer)]
-        prepared = [new for old, new in zip(args, outcome, strict=True) if id(old) in replaced]
+        prepared = [new for old, new in zip(args, outcome, strict=True) if any(old is model for model in models)]
         for model, counts in zip(prepared, expected, strict=True):
             optimizer = optimizers[0] if len(optimizers) == len(prepared) == 1 else None
             self.prepared = verify_prepared(self, self.policy, model, optimizer, counts, backend=self.backend)
-            self._trained.append((model, optimizer))
+            self._trained.append(model)
             self.backend.after_prepare(self, model)
             logger.info("prepared [%s]: %s", self.policy.to_line(), self.prepared, main_process_only=True)
         for optimizer in optimizers:
             self._clip_at_step(optimizer)
         return result
 
-    def _before(self, model: torch.nn.Module, batch_size: int | None) -> torch.nn.Module:
+    def _before(self, model: torch.nn.Module, batch_size: int | None) -> None:
+        """Change a model in place into one that the backend can prepare."""
         cast_masters(model, self.policy)
         if self.policy.backend != "ddp":
             start_from_rank_zero(self, model)
@@ -165,7 +167,6 @@ class PolicyAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships 
             # A cache filled twice changes the shapes of the recomputation. An exported model gets it back.
             config.use_cache = False
             self.config_changes["use_cache"] = True
-        return model
 
     def _batch_size(self, args: tuple[Any, ...]) -> int | None:
         """Return samples per rank and micro-batch: by the first loader, else by the policy, else unknown."""
@@ -189,14 +190,16 @@ class PolicyAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships 
 
     @property
     def trained(self) -> tuple[torch.nn.Module, Any]:
-        """The prepared model and its prepared optimizer (None if none was prepared with it).
+        """The prepared model and its prepared optimizer, if there is one.
 
         Raises:
-            PolicyError: unless exactly one model was prepared.
+            PolicyError: unless exactly one model, and at most one optimizer, were prepared.
         """
-        if len(self._trained) != 1:
-            raise PolicyError(f"{len(self._trained)} models were prepared; exactly one is needed here.")
-        return self._trained[0]
+        if len(self._trained) != 1 or len(self._optimizers) > 1:
+            raise PolicyError(
+                f"{len(self._trained)} models and {len(self._optimizers)} optimizers were prepared; one each is needed."
+            )
+        return self._trained[0], self._optimizers[0] if self._optimizers else None
 
     def whole_weights(self, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield ``(fully qualified name, whole master weight)``, one parameter at a time, tied weights once.
@@ -266,7 +269,7 @@ class PolicyAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships 
 
         def before_step(inner: torch.optim.Optimizer, *_: Any) -> None:
             mine = {id(p) for group in inner.param_groups for p in group["params"]}
-            for model, _optimizer in self._trained:
+            for model in self._trained:
                 if not self._clipped and any(id(p) in mine for p in model.parameters()):
                     self.backend.clip(self, model, limit)
             self._clipped = False

@@ -200,6 +200,32 @@ def test_running_statistics_go_on_as_they_were_on_each_rank(line: str, two_ranks
         assert all(torch.equal(a, b) for a, b in zip(buffers, reached, strict=True))
 
 
+def prepared_apart(folder: str, mode: str) -> list[float]:
+    accelerator = ShardingPolicy.load("ddp").accelerator()
+    model: Any = accelerator.prepare(tiny_llama())
+    optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters(), lr=3e-3))
+    checkpointer = Checkpointer(accelerator, folder, background=False)
+    if mode == "resume":
+        checkpointer.resume()
+    losses = []
+    for step in range(checkpointer.steps, 4):
+        tokens = dataset()[batch_of(step)]
+        loss = token_loss(model, tokens, tokens) / tokens.numel()
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        if mode == "save" and step == 1:
+            checkpointer.steps = 2
+            checkpointer.save()
+    return losses[-2:]
+
+
+def test_an_optimizer_that_was_prepared_apart_is_saved_too(two_ranks: RankPool, tmp_path: Path) -> None:
+    saved = two_ranks.run(prepared_apart, str(tmp_path), "save")
+    assert two_ranks.run(prepared_apart, str(tmp_path), "resume") == saved
+
+
 # ---- the folder ------------------------------------------------------------------------------------------------
 
 
