@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import torch
@@ -79,6 +79,8 @@ class PolicyAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships 
     """What this rank holds, after a model was prepared."""
     config_changes: dict[str, Any]
     """Entries of the model's config that training needed otherwise, with the values that an exported model gets."""
+    before_end: list[Callable[[], None]]
+    """Called by :meth:`end_training` first: a save in flight waits for its end, since it needs all ranks."""
 
     def __init__(self, policy: ShardingPolicy, *, sync_with_dataloader: bool = True, **arguments: Any) -> None:
         for name in arguments.keys() & _SAID_BY_THE_POLICY.keys():
@@ -94,6 +96,7 @@ class PolicyAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships 
         self.backend: Backend = backend_for(policy)
         self._trained: list[torch.nn.Module] = []
         self._clipped = self._loader_seen = False
+        self.before_end: list[Callable[[], None]] = []
         rehearsing = rehearsal.is_needed()
         given = list(arguments.pop("kwargs_handlers", None) or [])
         if rehearsing:
@@ -275,6 +278,12 @@ class PolicyAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships 
             self._clipped = False
 
         optimizer.optimizer.register_step_pre_hook(before_step)
+
+    def end_training(self) -> None:
+        """End trackers and leave the process group, as ``Accelerator.end_training``."""
+        for finish in self.before_end:
+            finish()
+        super().end_training()
 
     def load_state(self, *args: Any, **kwargs: Any) -> None:
         """Load what ``save_state`` saved, as ``Accelerator.load_state``; refused where Accelerate loses state.

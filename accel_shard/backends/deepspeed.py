@@ -183,6 +183,7 @@ class DeepSpeedBackend(Backend):
     def whole_weights(self, accelerator: Accelerator, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every weight; in stage 3, and where masters are kept apart, gathered one at a time."""
         import deepspeed
+        import torch
         from deepspeed.utils import safe_get_full_fp32_param
 
         engine: Any = model
@@ -196,8 +197,10 @@ class DeepSpeedBackend(Backend):
             if apart and parameter.requires_grad:
                 yield canonical(name), safe_get_full_fp32_param(parameter).detach()
             elif self.policy.shard == "parameters":
-                with deepspeed.zero.GatheredParameters([parameter]):
-                    yield canonical(name), parameter.detach()
+                # DeepSpeed fills views that want gradients off; the yield must not turn them off for the caller.
+                with torch.no_grad(), deepspeed.zero.GatheredParameters([parameter]):
+                    whole = parameter.detach().clone()
+                yield canonical(name), whole
             else:
                 yield canonical(name), parameter.detach()
 

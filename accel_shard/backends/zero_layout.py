@@ -157,6 +157,8 @@ def materialize_zero(
 
 def refresh_zero(engine: Any) -> None:
     """Bring the weights that forward uses up to date with filled masters. Every rank must call it; it all-gathers."""
+    import torch
+
     optimizer = engine.optimizer
     if engine.zero_optimization_stage() < 3:
         optimizer.update_lp_params()
@@ -167,8 +169,10 @@ def refresh_zero(engine: Any) -> None:
             piece.parameter.ds_tensor.view(-1)[: piece.count].copy_(master)
     kept = optimizer.persistent_parameters
     if kept:
-        kept[0].partition(kept, has_been_updated=False)
-        kept[0].all_gather(kept)
+        # DeepSpeed gathers into views that it makes without gradients, and may not fill with them.
+        with torch.no_grad():
+            kept[0].partition(kept, has_been_updated=False)
+            kept[0].all_gather(kept)
 
 
 def _flats(engine: Any) -> Iterator[_Flat]:

@@ -92,6 +92,7 @@ class Checkpointer:
         self._buffers: dict[str, torch.Tensor] | None = {} if background else None
         self._thread: threading.Thread | None = None
         self._failure: SnapshotError | None = None
+        accelerator.before_end.append(self.wait)
         atexit.register(self._last_wait)  # for those who use no `with`
 
     def __enter__(self) -> Checkpointer:

@@ -67,16 +67,18 @@ class Run:
         return {name: weight.detach().clone() for name, weight in self.accelerator.whole_weights(self.model)}
 
 
-def save(line: str, folder: str, dropout: float = 0.0) -> tuple[list[float], dict[str, torch.Tensor], float]:
+def save(line: str, folder: str, dropout: float = 0.0) -> tuple[Any, ...]:
     """Train, save, go on: what a resumed run must do too."""
     run = Run(line, dropout)
     run.train(BEFORE)
     run.counter.value["best"] = 1.5
     with Checkpointer(run.accelerator, folder) as checkpointer:
         checkpointer.steps, checkpointer.progress = len(BEFORE), {"tokens": 123}
+        saved = put_together(run)
         checkpointer.save()
         losses = run.train(AFTER)  # while it is written
-    return losses, run.weights(), random.random()
+        drawn = random.random()
+    return losses, run.weights(), drawn, saved
 
 
 def resume(line: str, folder: str, dropout: float = 0.0) -> tuple[list[float], dict[str, torch.Tensor], float]:
@@ -101,7 +103,7 @@ def test_resume_under_the_same_policy_is_bit_equal(line: str, two_ranks: RankPoo
     """With dropout: the random streams must be the same too."""
     saved = two_ranks.run(save, line, str(tmp_path), dropout=0.2)
     resumed = two_ranks.run(resume, line, str(tmp_path), dropout=0.2)
-    for (losses, weights, drawn), (again, reached, redrawn) in zip(saved, resumed, strict=True):
+    for (losses, weights, drawn, _), (again, reached, redrawn) in zip(saved, resumed, strict=True):
         assert again == losses
         assert redrawn == drawn
         assert weights.keys() == reached.keys()
@@ -116,31 +118,17 @@ PAIRS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("first", "ranks", "second", "others"), PAIRS)
-def test_resume_under_another_policy_and_number_of_ranks(
-    first: str, ranks: int, second: str, others: int, request: pytest.FixtureRequest, tmp_path: Path
-) -> None:
-    pools = {2: "two_ranks", 4: "four_ranks"}
-    losses, weights, _ = request.getfixturevalue(pools[ranks]).run(save, first, str(tmp_path))[0]
-    again, reached, _ = request.getfixturevalue(pools[others]).run(resume, second, str(tmp_path))[0]
-    assert again == pytest.approx(losses, rel=1e-5)
-    for name, weight in weights.items():
-        torch.testing.assert_close(reached[name], weight, rtol=1e-4, atol=1e-5, msg=name)
+def held(line: str, folder: str) -> dict[str, torch.Tensor]:
+    """Everything of a resumed run, put together from all ranks' shards."""
+    run = Run(line)
+    with Checkpointer(run.accelerator, folder) as checkpointer:
+        assert checkpointer.resume()
+    return put_together(run)
 
 
-def held(line: str, folder: str, mode: str) -> dict[str, torch.Tensor]:
-    """Everything of a run, put together from all ranks' shards: as saved, or as loaded."""
+def put_together(run: Run) -> dict[str, torch.Tensor]:
     from accel_shard.checkpoint.plan import gather
 
-    run = Run(line)
-    if mode == "save":
-        run.train(BEFORE)
-    with Checkpointer(run.accelerator, folder) as checkpointer:
-        if mode == "save":
-            checkpointer.steps = len(BEFORE)
-            checkpointer.save()
-        else:
-            assert checkpointer.resume()
     layout = run.accelerator.backend.layout(run.accelerator, run.model, run.optimizer)
     whole: dict[str, torch.Tensor] = {}
     for parts in gather({key: (s.shape, s.dtype, [(b, t.clone()) for b, t in s.parts]) for key, s in layout.tensors()}):
@@ -152,17 +140,23 @@ def held(line: str, folder: str, mode: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(("first", "ranks", "second", "others"), PAIRS)
-def test_every_tensor_arrives_bit_equal(
+def test_another_policy_and_number_of_ranks(
     first: str, ranks: int, second: str, others: int, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
+    """Every tensor arrives bit-equal, and the run goes on as it would have."""
     pools = {2: "two_ranks", 4: "four_ranks"}
-    saved = request.getfixturevalue(pools[ranks]).run(held, first, str(tmp_path), "save")[0]
-    loaded = request.getfixturevalue(pools[others]).run(held, second, str(tmp_path), "load")[0]
+    saver, loader = request.getfixturevalue(pools[ranks]), request.getfixturevalue(pools[others])
+    losses, weights, _, saved = saver.run(save, first, str(tmp_path))[0]
+    loaded = loader.run(held, second, str(tmp_path))[0]
     assert saved.keys() == loaded.keys()
     assert sum(key.startswith("optim.") for key in saved) == 2 * sum(key.startswith("model.") for key in saved) - 2
     for key, tensor in saved.items():
         assert torch.equal(tensor, loaded[key]), key
         assert not tensor.isnan().any()
+    again, reached, _ = loader.run(resume, second, str(tmp_path))[0]
+    assert again == pytest.approx(losses, rel=1e-5)
+    for name, weight in weights.items():
+        torch.testing.assert_close(reached[name], weight, rtol=1e-4, atol=1e-5, msg=name)
 
 
 def with_statistics(line: str, folder: str, mode: str) -> tuple[list[float], list[torch.Tensor]]:
@@ -435,6 +429,24 @@ def test_a_signal_to_one_rank_stops_all_at_one_step_with_a_snapshot(two_ranks: R
     assert [p.name for p in tmp_path.iterdir()] == ["step-000000003"]
 
 
+def ended_while_saving(folder: str) -> None:
+    """`end_training` leaves the process group, which a save in the background still needs."""
+    run = Run("ddp")
+    checkpointer = Checkpointer(run.accelerator, folder)
+    checkpointer.steps = 1
+    checkpointer.save()
+    run.accelerator.end_training()
+
+
+def test_the_end_of_training_waits_for_a_save_in_flight(tmp_path: Path) -> None:
+    pool = RankPool(2)  # of its own: its ranks are disconnected afterwards
+    try:
+        pool.run(ended_while_saving, str(tmp_path))
+    finally:
+        pool.stop()
+    assert [p.name for p in tmp_path.iterdir()] == ["step-000000001"]
+
+
 def one_rank_saves(folder: str, who: int) -> str:
     run = Run("fsdp2")
     checkpointer = Checkpointer(run.accelerator, folder, patience=3)
@@ -611,8 +623,8 @@ def corner(pools: dict[int, RankPool], tmp_path_factory: pytest.TempPathFactory)
     @cache
     def saved(name: str, ranks: int) -> Any:
         folder = tmp_path_factory.mktemp(f"{name}-{ranks}")
-        losses, _, _ = pools[ranks].run(save, name, str(folder))[0]
-        return folder, losses, pools[ranks].run(held, name, str(folder), "load")[0]
+        losses, _, _, tensors = pools[ranks].run(save, name, str(folder))[0]
+        return folder, losses, tensors
 
     return saved
 
@@ -624,7 +636,7 @@ def test_matrix(
     first: str, ranks: int, second: str, others: int, pools: dict[int, RankPool], corner: Callable[[str, int], Any]
 ) -> None:
     folder, losses, tensors = corner(first, ranks)
-    loaded = pools[others].run(held, second, str(folder), "load")[0]
+    loaded = pools[others].run(held, second, str(folder))[0]
     assert loaded.keys() == tensors.keys()
     assert all(torch.equal(loaded[key], tensors[key]) for key in tensors)
     again, _, _ = pools[others].run(resume, second, str(folder))[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import multiprocessing
 import os
 import signal
@@ -61,10 +62,11 @@ def save_and_die(folder: str, operation: int) -> None:
     checkpointer.save()
 
 
-def resumed(folder: str, answer: Any) -> None:
+def resumed(folder: str, answer: int) -> None:
     model, checkpointer = build(folder)
     checkpointer.resume()
-    answer.send((checkpointer.steps, sorted({float(v) for p in model.parameters() for v in p.data.flatten()})))
+    weights = sorted({float(v) for p in model.parameters() for v in p.data.flatten()})
+    os.write(answer, json.dumps([checkpointer.steps, weights]).encode())
     checkpointer.steps += 10
     checkpointer.save()  # what a crash left behind is in nobody's way
 
@@ -72,28 +74,55 @@ def resumed(folder: str, answer: Any) -> None:
 def run(target: Callable[..., None], *args: Any) -> int:
     process = CONTEXT.Process(target=target, args=args)
     process.start()
-    process.join(60)
+    process.join(200)
     assert process.exitcode is not None, "hangs"
     return process.exitcode
 
 
-def test_killed_at_every_file_operation(tmp_path: Path) -> None:
-    steps, survived = set(), False
+def forked(target: Callable[..., None], *args: Any) -> int:
+    """Run in a fork of this process, which has imported everything but computed nothing; return its exit code."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            target(*args)
+            code = 0
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def kill_everywhere(folder: str, answer: Any) -> None:
+    """Kill a save after 0, 1, 2, ... operations until it survives; report what each left behind."""
+    import torch
+    from accelerate import Accelerator  # noqa: F401  # imported before the forks
+
+    torch.set_num_threads(1)
     for operation in range(100):
-        folder = tmp_path / str(operation)
-        code = run(save_and_die, str(folder), operation)
-        survived = code == 0
-        assert code in (0, -signal.SIGKILL)
-        ours, theirs = CONTEXT.Pipe()
-        assert run(resumed, str(folder), theirs) == 0
-        step, weights = ours.recv()
-        assert weights == [float(step)], "one snapshot, not a mixture"
-        steps.add(step)
-        if survived:
+        place = f"{folder}/{operation}"
+        code = forked(save_and_die, place, operation)
+        reader, writer = os.pipe()
+        again = forked(resumed, place, writer)
+        answer.send((code, again, json.loads(os.read(reader, 1 << 16) or b"null")))
+        if code != -signal.SIGKILL:
             break
-    assert survived
-    assert operation > 10, "operations were injected"
-    assert steps == {2, 3}, "the one before until the commit, then the new one; never an older one"
+    answer.send(None)
+
+
+def test_killed_at_every_file_operation(tmp_path: Path) -> None:
+    ours, theirs = CONTEXT.Pipe()
+    assert run(kill_everywhere, str(tmp_path), theirs) == 0
+    found = []
+    while (row := ours.recv()) is not None:
+        found.append(row)
+    codes = [code for code, _, _ in found]
+    assert codes == [-signal.SIGKILL] * (len(found) - 1) + [0]
+    assert len(found) > 10, "operations were injected"
+    assert all(again == 0 for _, again, _ in found)
+    steps = [step for _, _, (step, _) in found]
+    assert all(weights == [float(step)] for _, _, (step, weights) in found), "one snapshot, not a mixture"
+    assert set(steps) == {2, 3}, "the one before until the commit, then the new one; never an older one"
+    assert steps == sorted(steps)
 
 
 def fill_the_disk(folder: str, answer: Any) -> None:
