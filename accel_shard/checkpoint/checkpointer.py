@@ -92,6 +92,7 @@ class Checkpointer:
         self._buffers: dict[str, torch.Tensor] | None = {} if background else None
         self._thread: threading.Thread | None = None
         self._failure: SnapshotError | None = None
+        self._known: dict[Path, int] = {}
         accelerator.before_end.append(self.wait)
         atexit.register(self._last_wait)  # for those who use no `with`
 
@@ -167,7 +168,7 @@ class Checkpointer:
         model, optimizer = self.accelerator.trained
         layout = self.accelerator.backend.layout(self.accelerator, model, optimizer)
         facts, own = collect(self.accelerator, layout, self.progress)
-        existing = gather(find_snapshots(self.folder) if self.accelerator.is_main_process else None)[0]
+        existing = gather(find_snapshots(self.folder, self._known) if self.accelerator.is_main_process else None)[0]
         newest = max((number for number, _ in existing), default=0)
         if target.name in {path.name for _, path in existing}:
             # A folder that an earlier run filled further than this one has come: its snapshots keep their names.
@@ -252,10 +253,11 @@ class Checkpointer:
         """Remove what :attr:`keep` does not keep; only ever called after a newer commit."""
         if self.keep is None or not self.accelerator.is_main_process:
             return
-        for _, path in sorted(find_snapshots(self.folder), reverse=True)[self.keep :]:
+        for _, path in sorted(find_snapshots(self.folder, self._known), reverse=True)[self.keep :]:
             if (path / PIN).exists():
                 continue
             try:
+                self._known.pop(path, None)
                 remove_snapshot(path)
             except OSError as error:  # the new snapshot is safe, and the other ranks know nothing of this
                 logger.warning("could not remove the old snapshot %s: %s", path, error)

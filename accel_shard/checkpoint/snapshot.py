@@ -42,15 +42,22 @@ PIN: Final = "pinned"
 """An empty file of this name keeps a snapshot from being removed."""
 
 
-def find_snapshots(folder: Path) -> list[tuple[int, Path]]:
+def find_snapshots(folder: Path, known: dict[Path, int] | None = None) -> list[tuple[int, Path]]:
     """List snapshots with the number of their commit: the order in which they were made in this folder.
 
     One whose manifest cannot be read has the number -1: it is looked at last, and then refused with its reason.
+
+    Args:
+        folder: where they are.
+        known: numbers from earlier calls, added to here. A committed snapshot keeps its number, so its manifest need
+            not be read again; it names every piece of every tensor, which is much to read while training waits.
     """
-    found = []
+    known, found = {} if known is None else known, []
     for path in folder.glob("step-*"):
         try:
-            found.append((int(Snapshot.open(path).manifest["sequence"]), path))
+            if path not in known:
+                known[path] = int(Snapshot.open(path).manifest["sequence"])
+            found.append((known[path], path))
         except SnapshotError:
             found.append((-1, path))
     return found
