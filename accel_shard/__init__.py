@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from accel_shard.accelerator import PolicyAccelerator
     from accel_shard.checkpoint.checkpointer import Checkpointer
-    from accel_shard.errors import PolicyError, PolicyNotAppliedError, SnapshotError, UnsupportedPolicyError
+    from accel_shard.errors import (
+        DataOrderError,
+        PolicyError,
+        PolicyNotAppliedError,
+        SnapshotError,
+        UnsupportedPolicyError,
+    )
     from accel_shard.export import export_model
     from accel_shard.policy import PRESETS, Precision, ShardingPolicy
     from accel_shard.training_arguments import VerifyPolicy
@@ -21,6 +27,7 @@ __version__ = "0.1.0"
 __all__ = [
     "PRESETS",
     "Checkpointer",
+    "DataOrderError",
     "PolicyAccelerator",
     "PolicyError",
     "PolicyNotAppliedError",
@@ -34,6 +41,7 @@ __all__ = [
 
 _HOME: Final = {
     "Checkpointer": "checkpoint.checkpointer",
+    "DataOrderError": "errors",
     "PRESETS": "policy",
     "PolicyAccelerator": "accelerator",
     "PolicyError": "errors",

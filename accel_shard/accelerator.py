@@ -97,6 +97,7 @@ class PolicyAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships 
         self._trained: list[torch.nn.Module] = []
         self._clipped = self._loader_seen = False
         self.before_end: list[Callable[[], None]] = []
+        self._loaders_given: list[tuple[Any, Any]] = []
         rehearsing = rehearsal.is_needed()
         given = list(arguments.pop("kwargs_handlers", None) or [])
         if rehearsing:
@@ -190,6 +191,17 @@ class PolicyAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships 
                 f"{policy.gradient_accumulation_steps} accumulation steps = {size * whole}. What fits: {fits}."
             )
         return size if size is not None or total is None else max(1, total // whole)
+
+    def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
+        """Prepare a loader, as ``Accelerator.prepare_data_loader``."""
+        prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
+        if prepared is not data_loader:
+            self._loaders_given.append((prepared, data_loader))
+        return prepared
+
+    def loader_given(self, loader: Any) -> Any:
+        """Return the loader that a prepared one was made from: some of them hold this rank's part of the data only."""
+        return next((given for prepared, given in self._loaders_given if prepared is loader), loader)
 
     @property
     def trained(self) -> tuple[torch.nn.Module, Any]:

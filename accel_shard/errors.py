@@ -20,6 +20,10 @@ class SnapshotError(RuntimeError):
     """A snapshot that cannot be written, found, trusted or loaded."""
 
 
+class DataOrderError(ValueError):
+    """A loader whose order of samples cannot be fixed, or is not that of the run to go on with."""
+
+
 class PolicyNotAppliedError(RuntimeError):
     """What Accelerate really prepared differs from what the policy asked for."""
 

@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 import torch.distributed as dist
 from accelerate.logging import get_logger
+from accelerate.utils import send_to_device
 
+from accel_shard.checkpoint.plain import decode, encode
 from accel_shard.checkpoint.plan import gather
 from accel_shard.checkpoint.run_state import collect, restore, restore_random_state
 from accel_shard.checkpoint.snapshot import (
@@ -27,7 +29,9 @@ from accel_shard.checkpoint.snapshot import (
     remove_snapshot,
     stage_snapshot,
 )
+from accel_shard.data import Batches
 from accel_shard.errors import SnapshotError
+from accel_shard.sample_order import Deal
 
 if TYPE_CHECKING:
     from accel_shard.accelerator import PolicyAccelerator
@@ -93,6 +97,8 @@ class Checkpointer:
         self._thread: threading.Thread | None = None
         self._failure: SnapshotError | None = None
         self._known: dict[Path, int] = {}
+        self._batches: dict[str, Batches] = {}
+        self._places: dict[str, Any] = {}
         accelerator.before_end.append(self.wait)
         atexit.register(self._last_wait)  # for those who use no `with`
 
@@ -173,7 +179,8 @@ class Checkpointer:
         if target.name in {path.name for _, path in existing}:
             # A folder that an earlier run filled further than this one has come: its snapshots keep their names.
             target = target.with_name(f"{target.name}-{newest + 1}")
-        facts |= {"step": self.steps, "sequence": newest + 1}
+        places = self._places | {name: batches.state_dict() for name, batches in self._batches.items()}
+        facts |= {"step": self.steps, "sequence": newest + 1, "data": encode(places, "place in the data")}
         staged = stage_snapshot(target, layout, facts, own, self._buffers)
         if self._buffers is None:
             self._write(staged, None)
@@ -313,11 +320,66 @@ class Checkpointer:
         self.progress = restore(self.accelerator, snapshot)
         self.steps = self._saved_at_step = snapshot.manifest["step"]
         self._saved_at = time.monotonic()
+        self._places = decode(snapshot.manifest.get("data", {}))
+        for name, batches in self._batches.items():
+            if name in self._places:
+                batches.load_state_dict(self._places[name])
         former = snapshot.manifest["world_size"]
         note = "" if former == _ranks() else f" (saved by {former} ranks; new ranks got random streams of their own)"
         logger.info("resumed %s after step %d%s", snapshot.folder, self.steps, note, main_process_only=True)
         # Last: what comes before may draw numbers.
         restore_random_state(self.accelerator, snapshot)
+
+    # ---- data ------------------------------------------------------------------------------------------------
+
+    def batches(
+        self,
+        loader: Any,
+        *,
+        epochs: int | None = None,
+        seed: int = 0,
+        padding: int | None = None,
+        shuffle_window: int = 0,
+        name: str = "train",
+    ) -> Batches:
+        """Iterate over a loader from where the run is: each sample once an epoch, however often the run was stopped.
+
+        The order is a function of ``seed`` and epoch, so it is the same on any number of ranks and workers, as long as
+        micro-batch x ranks x accumulation stays what it was. ``shuffle=True``, a sampler or a batch sampler of your own
+        decide what it is. What a dataset or collator draws at random belongs to the sample's place in the order.
+        Communicates nothing; every rank must iterate alike. Skipped samples of a map-style dataset are not read; of a
+        stream, at most ``shuffle_window`` or 64 are read again if it has a state (``datasets`` without a shuffle
+        buffer), else all of the epoch's. Every rank reads the whole stream, and one worker process does it.
+
+        The place that is saved is that of the micro-batches handed out so far: do not take any of the next step's.
+
+        Args:
+            loader: a prepared loader, or a ``DataLoader``. ``drop_last`` leaves out the end of an epoch that does not
+                fill an optimizer step; without it the next epoch fills it up, so no sample is dropped or seen twice.
+            epochs: of the whole run, over all its launches; None never ends.
+            seed: of the order.
+            padding: an index for which the dataset gives a sample of no weight; it fills up an epoch's last step.
+            shuffle_window: shuffle a stream within windows of so many samples.
+            name: under which the place is saved; each loader of a run needs its own.
+
+        Raises:
+            DataOrderError: if the loader's order cannot be fixed, or is not that of the snapshot.
+        """
+        accelerator, loader = self.accelerator, self.accelerator.loader_given(loader)
+        ranks = accelerator.num_processes
+        size = loader.batch_size or 1
+        if accelerator.split_batches:
+            size //= ranks
+        deal = Deal(accelerator.process_index, ranks, size, accelerator.gradient_accumulation_steps)
+        device, overlap = accelerator.device, accelerator.non_blocking
+        batches = Batches(
+            loader, deal, seed=seed, epochs=epochs, padding=padding, window=shuffle_window,
+            to_device=lambda batch: send_to_device(batch, device, non_blocking=overlap),
+        )  # fmt: skip
+        if name in self._places:
+            batches.load_state_dict(self._places[name])
+        self._batches[name] = batches
+        return batches
 
     def _any_rank(self, *flags: bool) -> list[bool]:
         votes = torch.tensor(flags, dtype=torch.int32)
