@@ -20,7 +20,6 @@ import dataclasses
 import itertools
 import math
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +30,9 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from arguments import option, parse_arguments
 from reporting import Reporter, find_trackers, model_card, plot_losses, sample_text
-from text_data import IGNORED, EpochSampler, block_loader, load_blocks
+from text_data import IGNORED, PADDING, load_blocks
 from torch.distributed.elastic.multiprocessing.errors import record
+from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
 
 from accel_shard import Checkpointer, ShardingPolicy, export_model
@@ -61,6 +61,7 @@ class Arguments:
     num_train_epochs: float = option(-1, "passes over the text; -1 = by max_steps")
     per_device_train_batch_size: int = option(4, "blocks in a forward, on each rank")
     per_device_eval_batch_size: int = option(8, "blocks in an evaluation forward, on each rank")
+    dataloader_num_workers: int = option(0, "processes that fetch blocks for each rank; the order is the same")
     gradient_accumulation_steps: int | None = option(None, "forwards in an optimizer step; default: the policy's")
     # Optimizer: AdamW
     learning_rate: float = option(3e-3, "peak of the schedule")
@@ -165,18 +166,6 @@ def evaluate(accelerator: Accelerator, model: torch.nn.Module, loader: Any) -> f
 # ---- Training ------------------------------------------------------------------------------------------------
 
 
-def global_batches(loader: Any, order: EpochSampler, micro_batches: int, first: int) -> Iterator[Batches]:
-    """Yield this rank's micro-batches of each optimizer step from step ``first`` on, epoch after epoch."""
-    epoch, done = divmod(first, order.steps)
-    while True:
-        order.start = done * order.global_batch  # what was seen before is not even read
-        loader.set_epoch(epoch)
-        batches = iter(loader)
-        while group := list(itertools.islice(batches, micro_batches)):
-            yield group
-        epoch, done = epoch + 1, 0
-
-
 def train_step(accelerator: Any, model: Any, optimizer: Any, scheduler: Any, batches: Batches) -> list[torch.Tensor]:
     """Do one optimizer step; return this rank's summed loss, all ranks' scored tokens, and the gradients' norm."""
     tokens = accelerator.reduce(count_tokens(batches))
@@ -202,8 +191,7 @@ def main() -> None:
     args = parse_arguments(Arguments, sys.argv[1:], str(__doc__))
     policy, folder = build_policy(args), Path(args.output_dir)
     folder.mkdir(parents=True, exist_ok=True)  # a folder that cannot be written is better known now than at the end
-    trackers = find_trackers(args.report_to)  # a step's batches are fetched ahead, so the loader ends too early
-    accelerator = policy.accelerator(log_with=trackers, project_dir=args.output_dir, sync_with_dataloader=False)
+    accelerator = policy.accelerator(log_with=find_trackers(args.report_to), project_dir=args.output_dir)
     set_seed(args.seed)  # the same weights on every rank
     model, tokenizer = load_model(args)
     blocks, held_out = load_blocks(args, tokenizer, model.config)
@@ -215,10 +203,10 @@ def main() -> None:
         steps = math.ceil(args.num_train_epochs * math.ceil(len(blocks) / global_batch))
     optimizer = build_optimizer(model, args)
     scheduler = transformers.get_scheduler(args.lr_scheduler_type, optimizer, args.warmup_steps, steps)
-    order = EpochSampler(len(blocks), global_batch, args.seed)
-    train_loader = block_loader(blocks, args.per_device_train_batch_size, order)
-    eval_order = EpochSampler(len(held_out), args.per_device_eval_batch_size * ranks)
-    eval_loader = block_loader(held_out, args.per_device_eval_batch_size, eval_order)
+    workers = args.dataloader_num_workers
+    train_loader = DataLoader(blocks, args.per_device_train_batch_size, shuffle=True, num_workers=workers)
+    held_out.fill_up(args.per_device_eval_batch_size * ranks)
+    eval_loader = DataLoader(held_out, args.per_device_eval_batch_size, num_workers=workers)
     model, optimizer, train_loader, eval_loader, scheduler = accelerator.prepare(
         model, optimizer, train_loader, eval_loader, scheduler
     )
@@ -228,16 +216,14 @@ def main() -> None:
     limits = {"every": args.save_steps, "minutes": args.save_minutes, "keep": args.save_total_limit}
     with Checkpointer(accelerator, folder / "checkpoints", **limits) as checkpointer:
         resumed = checkpointer.resume(args.resume_from_checkpoint)
-        if (saved := checkpointer.progress.setdefault("global_batch", global_batch)) != global_batch:
-            raise ValueError(f"the snapshot has {saved} blocks in a step, this launch {global_batch}: keep them equal.")
+        batches = checkpointer.batches(train_loader, seed=args.seed, padding=PADDING)
         report, first = Reporter(accelerator, folder, steps, after=checkpointer.steps), checkpointer.steps
         if not resumed:
             report.evaluation(0, loss=evaluate(accelerator, model, eval_loader))
         last = min(steps, first + args.stop_after) if args.stop_after else steps
-        groups = global_batches(train_loader, order, accumulation, first)
-        for step, batches in zip(range(first + 1, last + 1), groups, strict=False):
-            learning_rate = scheduler.get_last_lr()[0]
-            loss, tokens, grad_norm = train_step(accelerator, model, optimizer, scheduler, batches)
+        for step in range(first + 1, last + 1):
+            learning_rate, micro_batches = scheduler.get_last_lr()[0], list(itertools.islice(batches, accumulation))
+            loss, tokens, grad_norm = train_step(accelerator, model, optimizer, scheduler, micro_batches)
             report.step_done(tokens)
             if step % args.logging_steps == 0 or step == steps:
                 mean = float(accelerator.reduce(loss) / tokens)

@@ -1,27 +1,21 @@
-"""Text for a causal language model: load documents, hold some out, pack them into blocks, and order the blocks.
+"""Text for a causal language model: load documents, hold some out, and pack them into blocks.
 
-Nothing here knows of ranks. The order of the blocks is a function of seed and epoch, and an epoch is padded with
-blocks of weight zero to a whole number of global batches: the same blocks meet in the same optimizer step on any
-number of ranks, and none is dropped or seen twice. All tokens are held in memory, on every rank.
+Nothing here knows of ranks. All tokens are held in memory, on every rank.
 """
 
 from __future__ import annotations
 
-import hashlib
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import Dataset
 
 __all__ = [
     "IGNORED",
     "PADDING",
-    "EpochSampler",
     "PackedBlocks",
-    "block_loader",
     "load_blocks",
     "load_documents",
     "split_documents",
@@ -141,6 +135,12 @@ class PackedBlocks(Dataset[dict[str, torch.Tensor]]):
         self.inputs = torch.cat([tokens, tokens.new_zeros(missing)]).view(-1, block_size)
         self.labels = torch.cat([tokens, tokens.new_full((missing,), IGNORED)]).view(-1, block_size)
 
+    def fill_up(self, multiple: int) -> None:
+        """Append blocks of weight zero to a multiple, so that ranks which share the blocks out see each one once."""
+        missing = -len(self) % multiple
+        self.inputs = torch.cat([self.inputs, self.inputs.new_zeros(missing, self.inputs.shape[1])])
+        self.labels = torch.cat([self.labels, self.labels.new_full((missing, self.labels.shape[1]), IGNORED)])
+
     def __len__(self) -> int:
         return len(self.inputs)
 
@@ -163,43 +163,3 @@ def load_blocks(args: Any, tokenizer: Any, config: Any) -> tuple[PackedBlocks, P
     if (largest := max(blocks.largest_token for blocks in both)) >= config.vocab_size:
         raise ValueError(f"the tokenizer gives token {largest}, and the model knows {config.vocab_size} tokens only.")
     return both
-
-
-class EpochSampler(Sampler[int]):
-    """The order of the blocks in an epoch, filled up with :data:`PADDING` to a multiple of the global batch.
-
-    Global batch k is ``order[k * global_batch : (k + 1) * global_batch]``, however many ranks and micro-batches
-    share it. Without a seed the order is that of the text. No global random state is read or changed. The first
-    ``start`` blocks of the epoch's order are left out, unread: that is how a run goes on in the middle of an epoch.
-    """
-
-    def __init__(self, num_blocks: int, global_batch: int, seed: int | None = None) -> None:
-        self.num_blocks, self.global_batch, self.seed = num_blocks, global_batch, seed
-        self.epoch = self.start = 0
-
-    @property
-    def steps(self) -> int:
-        """Global batches in a whole epoch."""
-        return math.ceil(self.num_blocks / self.global_batch)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch; Accelerate's prepared loader calls it."""
-        self.epoch = epoch
-
-    def __len__(self) -> int:
-        return self.steps * self.global_batch - self.start
-
-    def __iter__(self) -> Iterator[int]:
-        order = list(range(self.num_blocks))
-        if self.seed is not None:
-            digest = hashlib.blake2b(f"{self.seed}/{self.epoch}".encode(), digest_size=8).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
-            order = torch.randperm(self.num_blocks, generator=generator).tolist()
-        order += [PADDING] * (self.steps * self.global_batch - self.num_blocks)
-        yield from order[self.start :]
-
-
-def block_loader(blocks: PackedBlocks, batch_size: int, order: EpochSampler) -> DataLoader[Any]:
-    """Return a loader of micro-batches; Accelerate deals micro-batch i to rank i modulo the number of ranks."""
-    # A generator of its own: iterating a DataLoader draws a number, from the global one if it has none.
-    return DataLoader(blocks, batch_size, sampler=order, generator=torch.Generator().manual_seed(order.seed or 0))

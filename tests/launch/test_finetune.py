@@ -32,8 +32,11 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def plain(text: Path) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
     """Losses, learning rates and weights of a loop in plain torch: no ranks, no accumulation, no package."""
     from accelerate.utils import set_seed
-    from text_data import EpochSampler, PackedBlocks, load_documents, split_documents
+    from text_data import PackedBlocks, load_documents, split_documents
+    from torch.utils.data import RandomSampler
     from transformers import ByT5Tokenizer, LlamaConfig, LlamaForCausalLM, get_scheduler
+
+    from accel_shard.sample_order import epoch_order
 
     tokenizer = ByT5Tokenizer()
     set_seed(42)
@@ -47,10 +50,9 @@ def plain(text: Path) -> tuple[list[float], list[float], dict[str, torch.Tensor]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95))
     schedule = get_scheduler("cosine", optimizer, 3, STEPS)
-    sampler, losses, rates, done = EpochSampler(len(blocks), GLOBAL_BATCH, 42), [], [], 0
+    losses, rates, done = [], [], 0
     while done < STEPS:
-        sampler.set_epoch(done // math.ceil(len(blocks) / GLOBAL_BATCH))
-        order = [i for i in sampler if i >= 0]
+        order = list(epoch_order(RandomSampler(blocks), 42, done // math.ceil(len(blocks) / GLOBAL_BATCH)))
         for at in range(0, len(order), GLOBAL_BATCH):
             if done == STEPS:
                 break

@@ -88,7 +88,7 @@ def test_another_global_batch_is_refused(text: Path, tmp_path: Path) -> None:
     line = command(text, tmp_path / "out", "ddp", 1, "--resume-from-checkpoint", "auto")
     line[line.index("--per-device-train-batch-size") + 1] = "4"
     output = finish(start(line, tmp_path / "log2"), tmp_path / "log2", code=1)
-    assert "the snapshot has 8 blocks in a step, this launch 4" in output
+    assert "the snapshot has 8, this run 4" in output
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM], ids=["kill -9", "SIGTERM"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -51,55 +50,16 @@ def arguments(**changes: object) -> SimpleNamespace:
     return SimpleNamespace(**(values | changes))
 
 
-# ---- order ---------------------------------------------------------------------------------------------------
-
-
-def test_order_is_a_permutation_that_depends_on_seed_and_epoch_alone(text_data: Any) -> None:
-    sampler = text_data.EpochSampler(101, 8, seed=7)
-    first = list(sampler)
-    torch.rand(5), random.random()  # the global generators have no say
-    assert list(text_data.EpochSampler(101, 8, seed=7)) == first
-    assert sorted(first[:101]) == list(range(101))
-    assert first[101:] == [text_data.PADDING] * 3
-    assert len(sampler) == len(first) == 104
-    sampler.set_epoch(1)
-    assert list(sampler) != first
-    assert sorted(list(sampler)[:101]) == list(range(101))
-    sampler.set_epoch(0)
-    assert list(sampler) == first
-    assert list(text_data.EpochSampler(101, 8, seed=8)) != first
-    assert list(text_data.EpochSampler(5, 4)) == [0, 1, 2, 3, 4, -1, -1, -1]
-
-
-def test_order_of_samples_does_not_depend_on_the_global_batch(text_data: Any) -> None:
-    orders = [list(text_data.EpochSampler(50, size, seed=3))[:50] for size in (1, 4, 8, 64)]
-    assert all(order == orders[0] for order in orders)
-
-
-def test_iterating_draws_nothing_from_the_global_generator(text_data: Any) -> None:
+def test_blocks_filled_up_to_a_multiple_keep_their_scored_tokens(text_data: Any) -> None:
     blocks = text_data.PackedBlocks(["abcdefgh" * 10], Characters(), 8)
-    state = torch.get_rng_state()
-    assert len(list(text_data.block_loader(blocks, 2, text_data.EpochSampler(len(blocks), 4, seed=1)))) == 6
-    assert torch.equal(torch.get_rng_state(), state)
-
-
-@pytest.mark.parametrize(("ranks", "accumulation"), [(1, 1), (1, 4), (2, 1), (2, 2), (4, 1)])
-def test_ranks_together_see_each_global_batch_whole_and_once(text_data: Any, ranks: int, accumulation: int) -> None:
-    from accelerate.data_loader import BatchSamplerShard
-    from torch.utils.data import BatchSampler
-
-    global_batch, num_blocks = 8, 21
-    sampler = text_data.EpochSampler(num_blocks, global_batch, seed=5)
-    size = global_batch // ranks // accumulation
-    dealt = [list(BatchSamplerShard(BatchSampler(sampler, size, False), ranks, rank)) for rank in range(ranks)]
-    assert len({len(batches) for batches in dealt}) == 1, "every rank must run the same number of forwards"
-    order = list(sampler)
-    for step in range(len(order) // global_batch):
-        window = slice(step * accumulation, (step + 1) * accumulation)
-        seen = [index for batches in dealt for batch in batches[window] for index in batch]
-        assert sorted(seen) == sorted(order[step * global_batch : (step + 1) * global_batch])
-    everything = [index for batches in dealt for batch in batches for index in batch if index != text_data.PADDING]
-    assert sorted(everything) == list(range(num_blocks)), "none dropped, none twice"
+    scored = (blocks.labels != text_data.IGNORED).sum()
+    count = len(blocks)
+    blocks.fill_up(16)
+    assert len(blocks) == 16 > count
+    assert (blocks.labels != text_data.IGNORED).sum() == scored
+    assert (blocks[15]["labels"] == text_data.IGNORED).all()
+    blocks.fill_up(16)
+    assert len(blocks) == 16
 
 
 # ---- blocks --------------------------------------------------------------------------------------------------
@@ -223,12 +183,3 @@ def test_errors_of_files_name_the_file_and_the_columns(
     (tmp_path / "broken.json").write_text("{nothing")
     with pytest.raises(ValueError, match=r"broken\.json.*not a readable json file"):
         text_data.load_documents(str(tmp_path / "broken.json"))
-
-
-def test_an_epoch_that_goes_on_in_the_middle_has_the_rest_and_no_more(text_data) -> None:
-    order = text_data.EpochSampler(21, 8, seed=2)
-    whole = list(order)
-    order.start = 8
-    assert list(order) == whole[8:]
-    assert len(order) == 16
-    assert order.steps == 3
