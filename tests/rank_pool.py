@@ -6,6 +6,7 @@ seconds, a test on warm ranks costs milliseconds. A task that outlasts its limit
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import multiprocessing
 import os
@@ -30,6 +31,7 @@ class RankPool:
         self.world = world
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
+        atexit.register(self.stop)
 
     def run(self, function: Callable[..., Any], *args: Any, limit: float = 120.0, **kwargs: Any) -> list[Any]:
         """Run ``function(*args, **kwargs)`` on every rank; raise if any rank raised, with its traceback."""
@@ -70,7 +72,7 @@ class RankPool:
         for rank in range(self.world):
             ours, theirs = context.Pipe()
             arguments = (rank, self.world, port, theirs, str(self._stack_file(rank)))
-            process = context.Process(target=_serve, args=arguments, daemon=True)
+            process = context.Process(target=_serve, args=arguments)  # no daemon: loaders have workers
             process.start()
             theirs.close()
             self._processes.append(process)

@@ -113,6 +113,8 @@ class Checkpointer:
     ) -> None:
         for number, handler in self._former.items():
             signal.signal(number, handler)
+        for batches in self._batches.values():
+            batches.close()
         if error is None or isinstance(error, SystemExit):
             self.wait()
         else:
