@@ -126,12 +126,12 @@ class Backend(abc.ABC):
     def after_load(self, accelerator: Accelerator, model: torch.nn.Module, optimizer: Any) -> None:  # noqa: B027
         """Bring what is derived from the filled shards up to date. Every rank must call it."""
 
-    def counters(self, model: torch.nn.Module) -> dict[str, int]:
-        """Return counts that the backend keeps of its own, for a snapshot."""
+    def counters(self, model: torch.nn.Module) -> dict[str, Any]:
+        """Return plain data that the backend keeps of its own, for a snapshot."""
         return {}
 
-    def set_counters(self, model: torch.nn.Module, counters: Mapping[str, int]) -> None:  # noqa: B027
-        """Set what :meth:`counters` returned; counts of another backend are none of its own."""
+    def set_counters(self, model: torch.nn.Module, counters: Mapping[str, Any]) -> None:  # noqa: B027
+        """Put back what :meth:`counters` returned, or what another backend did. Every rank must call it."""
 
     def torch_optimizer(self, model: torch.nn.Module, optimizer: Any) -> Any:
         """Return the torch optimizer inside a prepared one, whose ``param_groups`` hold the hyperparameters."""

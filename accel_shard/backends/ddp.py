@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from accel_shard.backends.base import Backend, Prepared
@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     import torch
     from accelerate import Accelerator
 
+    from accel_shard.backends.ddp_buckets import GradientOrder
     from accel_shard.layout import Layout
 
 __all__ = ["DDPBackend"]
@@ -21,6 +22,7 @@ class DDPBackend(Backend):
 
     distributed_types = ("MULTI_CPU", "MULTI_GPU", "MULTI_XPU", "MULTI_NPU", "MULTI_MLU", "MULTI_HPU", "NO")
     kind = "DDP"
+    _order: GradientOrder | None = None
 
     def launch_config(self) -> dict[str, Any]:
         """Return the keys of an accelerate config file that say this policy."""
@@ -59,6 +61,24 @@ class DDPBackend(Backend):
 
         if self.policy.dtypes.master == "bf16":
             cast_at_the_border(model, "bf16")
+        from torch.nn.parallel import DistributedDataParallel
+
+        from accel_shard.backends.ddp_buckets import GradientOrder
+
+        inner = getattr(model, "_orig_mod", model)
+        # Two ranks add up to the same in any order. PowerSGD would count a backward of zeros as one of its own.
+        matters = accelerator.num_processes > 2 and self.policy.gradient_compression != "powersgd"
+        if matters and isinstance(inner, DistributedDataParallel):
+            self._order = GradientOrder(inner)
+
+    def counters(self, model: torch.nn.Module) -> dict[str, Any]:
+        """Return the order in which gradients come, which decides how they are summed."""
+        return {"gradient_order": self._order.names} if self._order is not None else {}
+
+    def set_counters(self, model: torch.nn.Module, counters: Mapping[str, Any]) -> None:
+        """Form the buckets that the run had; a snapshot of another backend has no such order."""
+        if self._order is not None:
+            self._order.play(counters.get("gradient_order", ()))
 
     def inspect(self, accelerator: Accelerator, model: torch.nn.Module, optimizer: Any) -> Prepared:
         """Read from prepared objects what this rank holds."""

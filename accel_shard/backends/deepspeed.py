@@ -244,11 +244,11 @@ class DeepSpeedBackend(Backend):
         if self.policy.zero_stage:
             refresh_zero(model)
 
-    def counters(self, model: torch.nn.Module) -> dict[str, int]:
+    def counters(self, model: torch.nn.Module) -> dict[str, Any]:
         """Return the engine's counts of steps and samples."""
         return {name: int(getattr(model, name)) for name in _COUNTERS}
 
-    def set_counters(self, model: torch.nn.Module, counters: Mapping[str, int]) -> None:
+    def set_counters(self, model: torch.nn.Module, counters: Mapping[str, Any]) -> None:
         """Set the engine's counts; a snapshot of another backend has none, and they decide nothing."""
         for name in _COUNTERS:
             if name in counters:
