@@ -17,7 +17,7 @@ import torch.distributed as dist
 from accelerate.logging import get_logger
 
 from accel_shard.checkpoint.plan import gather
-from accel_shard.checkpoint.run_state import collect, restore, restore_random_state
+from accel_shard.checkpoint.run_state import collect, restore, restore_random_state, restore_weights
 from accel_shard.checkpoint.snapshot import (
     MANIFEST,
     PIN,
@@ -27,6 +27,7 @@ from accel_shard.checkpoint.snapshot import (
     remove_snapshot,
     stage_snapshot,
 )
+from accel_shard.checkpoint.take_over import start_from
 from accel_shard.errors import SnapshotError
 
 if TYPE_CHECKING:
@@ -264,23 +265,31 @@ class Checkpointer:
 
     # ---- resuming --------------------------------------------------------------------------------------------
 
-    def resume(self, source: str | Path = "auto") -> bool:
+    def resume(self, source: str | Path = "auto", *, weights_only: bool = False) -> bool:
         """Go on from a snapshot, whatever policy and number of ranks wrote it. Every rank must call it.
 
         Args:
             source: ``auto`` for the newest in the folder that can be trusted, ``none`` for a fresh start, or the path
-                of one snapshot, which then must be good.
+                of one snapshot, which then must be good; or of a checkpoint that Accelerate, HF Trainer, DeepSpeed or
+                ``torch.save`` wrote. The random state of such a one is not taken over.
+            weights_only: with a path: take the weights over and nothing else; the run starts at step 0.
 
         Returns:
             Whether there was one; False is a fresh start.
 
         Raises:
             SnapshotError: if the named snapshot, or every snapshot in the folder, is bad, or is of another model.
+            ValueError: for ``weights_only`` without a path.
         """
         self.wait()
+        named = source not in ("auto", "none")
+        if weights_only and not named:
+            raise ValueError(f"weights_only=True with source {source!r}. Allowed: with the path of a checkpoint.")
         if source == "none":
             return False
-        named = source != "auto"
+        if named and (weights_only or not (Path(source) / MANIFEST).is_file()):
+            self._start_from(Path(source), weights_only)
+            return True
         if named:
             candidates = [Path(source)]
         else:
@@ -297,6 +306,17 @@ class Checkpointer:
         if refused:
             raise SnapshotError("no snapshot can be trusted: " + "; ".join(refused))
         return False
+
+    def _start_from(self, path: Path, weights_only: bool) -> None:
+        """Start from what something else wrote, or from a snapshot's weights: a run of its own, not yet saved."""
+        self.steps, self._saved_at = 0, time.monotonic()
+        if not (path / MANIFEST).is_file():
+            self.steps = start_from(self.accelerator, path, weights_only=weights_only)
+            return
+        snapshot, fault = self._trusted(path)
+        if snapshot is None:
+            raise SnapshotError(f"no snapshot can be trusted: {fault}")
+        restore_weights(self.accelerator, snapshot)
 
     def _trusted(self, path: Path) -> tuple[Snapshot | None, str]:
         """Check a snapshot with all ranks, each its share of the files."""
