@@ -309,14 +309,16 @@ class Checkpointer:
 
     def _start_from(self, path: Path, weights_only: bool) -> None:
         """Start from what something else wrote, or from a snapshot's weights: a run of its own, not yet saved."""
-        self.steps, self._saved_at = 0, time.monotonic()
+        steps = 0
         if not (path / MANIFEST).is_file():
-            self.steps = start_from(self.accelerator, path, weights_only=weights_only)
-            return
-        snapshot, fault = self._trusted(path)
-        if snapshot is None:
-            raise SnapshotError(f"no snapshot can be trusted: {fault}")
-        restore_weights(self.accelerator, snapshot)
+            steps = start_from(self.accelerator, path, weights_only=weights_only)
+        else:
+            snapshot, fault = self._trusted(path)
+            if snapshot is None:
+                raise SnapshotError(f"no snapshot can be trusted: {fault}")
+            restore_weights(self.accelerator, snapshot)
+            logger.info("started from the weights of %s", path, main_process_only=True)
+        self.steps, self._saved_at_step, self._saved_at = steps, -1, time.monotonic()
 
     def _trusted(self, path: Path) -> tuple[Snapshot | None, str]:
         """Check a snapshot with all ranks, each its share of the files."""

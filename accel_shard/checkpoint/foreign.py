@@ -44,11 +44,12 @@ def open_foreign(path: Path) -> Foreign:
     Raises:
         SnapshotError: if it is none that is known, or cannot be read.
     """
-    if path.is_file():
-        return _open_file(path)
-    if not path.is_dir():
+    if not path.exists():
         raise SnapshotError(f"{str(path)!r} does not exist. {_HINT}")
-    return _Folder(path).open()
+    try:
+        return _open_file(path) if path.is_file() else _Folder(path).open()
+    except (OSError, KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
+        raise SnapshotError(f"{str(path)!r} is not as its tool writes it: {error!r}. {_HINT}") from error
 
 
 class _Folder:
@@ -90,7 +91,7 @@ class _Folder:
     def _name(self, found: Foreign, tag: Path | None) -> None:
         ranks = len(list(self.path.glob("random_states_*.pkl")))
         if (self.path / "trainer_state.json").is_file():
-            found.kind = "a checkpoint of HF Trainer"
+            found.kind, found.ranks = "a checkpoint of HF Trainer", None
             found.step = int(read_json(self.path / "trainer_state.json")["global_step"])
             self._opened.add("trainer_state.json")
         elif ranks:

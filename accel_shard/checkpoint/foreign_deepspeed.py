@@ -1,8 +1,8 @@
 """DeepSpeed's own checkpoints: fp32 masters and optimizer state out of the flat partitions of any number of ranks.
 
 What a rank saved is a flat tensor a parameter group, in the order of ``param_shapes``. Stages 1 and 2 lay a group's
-parameters one after the other and cut that into equal partitions; stage 3 cuts every parameter into equal parts and lays
-these one after the other. The last ones are padded. The keys are DeepSpeed 0.19.8's; DeepSpeed is not imported.
+parameters one after the other and cut that into equal partitions; stage 3 cuts every parameter into equal parts and
+lays these one after the other. The last ones are padded. The keys are DeepSpeed 0.19.8's; DeepSpeed is not imported.
 """
 
 from __future__ import annotations
@@ -65,11 +65,13 @@ def open_deepspeed(tag: Path) -> Foreign:
     found.left = [name for name in ("data_sampler", "random_ltd") if first.get(name) is not None]
     found.ranks = first.get("dp_world_size")
     module: Mapping[str, Any] = first["module"]
-    # In stage 3 the module's own weights are empty: what they were is in the partitions.
+    buffers = frozenset(first.get("buffer_names") or ())
+    # In stage 3 the module's own weights are empty: what they were is in the partitions. A tied weight's further names
+    # hold the copy that forward uses, not the master.
     found.weights = {
         name: Stored.whole(value)
         for name, value in module.items()
-        if isinstance(value, torch.Tensor) and (value.numel() or name in (first.get("buffer_names") or ()))
+        if isinstance(value, torch.Tensor) and name not in found.aliases and (value.numel() or name in buffers)
     }
     if optimizers:
         _read_partitions(found, first, models, optimizers)

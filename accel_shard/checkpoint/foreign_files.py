@@ -122,9 +122,8 @@ class OptimizerState:
     @property
     def steps(self) -> int | None:
         """Optimizer steps done, as the optimizer itself counts them; None if it does not."""
-        counts = [int(scalars["step"]) for scalars in self.scalars.values() if "step" in scalars]
-        counts += [int(group["step"]) for group in self.groups if "step" in group]
-        return max(counts, default=None)
+        counts = [kept.get("step") for kept in (*self.scalars.values(), *self.groups)]
+        return max((int(count) for count in counts if count is not None), default=None)
 
 
 def _plain_group(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -317,48 +316,43 @@ def open_dcp(folder: Path) -> dict[tuple[Any, ...], Any]:
             (key.fqn, tuple(key.offset or ())): place for key, place in index.storage_data.items()
         }
         paths: Mapping[str, tuple[Any, ...]] = index.planner_data
-        return {
-            tuple(paths[key]): _entry(folder, key, entry, places) for key, entry in index.state_dict_metadata.items()
-        }
+        # The last piece read stays: a flat range takes up to five boxes out of it, one after the other.
+        load = functools.lru_cache(maxsize=1)(functools.partial(_load_piece, folder))
+        return {tuple(paths[key]): _entry(key, entry, places, load) for key, entry in index.state_dict_metadata.items()}
     except (OSError, EOFError, pickle.UnpicklingError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise SnapshotError(f"the index {str(folder / '.metadata')!r} cannot be read: {error!r}") from error
 
 
-def _entry(folder: Path, key: str, entry: Any, places: Mapping[tuple[str, tuple[int, ...]], Any]) -> Any:
+def _entry(key: str, entry: Any, places: Mapping[tuple[str, tuple[int, ...]], Any], load: Callable[..., Any]) -> Any:
     if not hasattr(entry, "chunks"):
-        return _load_piece(folder, places[key, ()])
+        return load(*_where(places[key, ()]))
     pieces = []
     for chunk in entry.chunks:
-        place = places[key, tuple(chunk.offsets)]
-        read = functools.partial(_part_of_piece, folder, place.relative_path, place.offset, place.length)
+        read = functools.partial(_part, load, _where(places[key, tuple(chunk.offsets)]))
         pieces.append(Piece(Box(tuple(chunk.offsets), tuple(chunk.sizes)), read))
     return Stored(tuple(entry.size), entry.properties.dtype, tuple(pieces))
 
 
-def _part_of_piece(folder: Path, name: str, offset: int, length: int, index: tuple[slice, ...]) -> torch.Tensor:
-    piece: torch.Tensor = _last_piece(folder, name, offset, length)[index]
-    return piece
+def _where(place: Any) -> tuple[str, int, int]:
+    if getattr(place, "transform_descriptors", None):
+        raise SnapshotError(f"{place.relative_path!r} is stored as {place.transform_descriptors}. Allowed: plain.")
+    return place.relative_path, place.offset, place.length
 
 
-@functools.lru_cache(maxsize=1)
-def _last_piece(folder: Path, name: str, offset: int, length: int) -> Any:
-    """Read a piece. The last one stays, since a flat range takes up to five boxes out of it, one after the other."""
-    from torch.distributed.checkpoint.filesystem import _StorageInfo
-
-    return _load_piece(folder, _StorageInfo(name, offset, length))
+def _part(load: Callable[..., Any], where: tuple[str, int, int], index: tuple[slice, ...]) -> torch.Tensor:
+    part: torch.Tensor = load(*where)[index]
+    return part
 
 
-def _load_piece(folder: Path, place: Any) -> Any:
+def _load_piece(folder: Path, name: str, offset: int, length: int) -> Any:
     from torch.distributed.checkpoint.utils import _create_file_view
 
-    path = folder / place.relative_path
-    if getattr(place, "transform_descriptors", None):
-        raise SnapshotError(f"{str(path)!r} is stored {place.transform_descriptors}. Allowed: plain. Save it so.")
+    path = folder / name
     if path.parent != folder:
         raise SnapshotError(f"the index of {str(folder)!r} points to {str(path)!r}, outside it.")
     try:
         with path.open("rb") as file:
-            view: Any = _create_file_view(file, place.offset, place.length)
+            view: Any = _create_file_view(file, offset, length)
             return torch.load(view, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise SnapshotError(f"{str(path)!r} cannot be read at byte {place.offset}: {error}") from error
+        raise SnapshotError(f"{str(path)!r} cannot be read at byte {offset}: {error}") from error

@@ -78,7 +78,7 @@ def start_from(accelerator: PolicyAccelerator, path: Path, *, weights_only: bool
     backend.after_load(accelerator, model, optimizer)
     if not weights_only:
         left += _restore_rest(accelerator, model, source)
-    _report(source, names.unused(), left, weights_only)
+    _report(source, shards, names.unused(), left, weights_only)
     return 0 if weights_only else source.step or 0
 
 
@@ -214,12 +214,15 @@ def _named_optimizer(
     for number, (group, own) in enumerate(zip(theirs.groups, layout.groups, strict=True)):
         called = _call(group, own["params"], names, f"parameter group {number} in {where!r}")
         _check_members(number, {n for n in called.values() if n}, set(own["params"]), trainable, where)
-        settings = {k: v for k, v in group.items() if k not in _SWITCHES and k not in ("params", "param_names")}
-        state.groups.append({"params": list(own["params"])} | settings)
+        # What this run's optimizer has no use for stays away from it: DeepSpeed's and apex's keep more.
+        settings = {key: value for key, value in group.items() if key in own and key not in _SWITCHES}
+        state.groups.append(settings | {"params": own["params"]})
         for who, name in called.items():
             if name is not None:
                 state.states |= {name: theirs.states[who]} if who in theirs.states else {}
-                scalars = {key: _scalar(key, value, client) for key, value in theirs.scalars.get(who, {}).items()}
+                # FusedAdam counts steps once a group.
+                counted = {"step": group["step"]} if "step" in group and who in theirs.states else {}
+                scalars = {k: _scalar(k, v, client) for k, v in (counted | theirs.scalars.get(who, {})).items()}
                 state.scalars |= {name: scalars} if scalars else {}
     for name, held in state.states.items():
         for key, stored in held.items():
@@ -261,8 +264,9 @@ def _check_members(number: int, theirs: set[str], own: set[str], trainable: set[
 
 
 def _check_kind(theirs: OptimizerState, client: Any, where: str) -> None:
-    # What later versions of torch added to every optimizer is not asked for.
-    needed = client.defaults.keys() - _SWITCHES - {"maximize", "decoupled_weight_decay"}
+    # A flag that is off is not asked for: later versions of torch added them, and DeepSpeed's Adam has none.
+    asked = {key for key, value in client.defaults.items() if value is not None and not isinstance(value, bool)}
+    needed = asked - _SWITCHES
     for number, group in enumerate(theirs.groups):
         if needed - group.keys():
             raise SnapshotError(
@@ -340,7 +344,10 @@ def _present(source: Foreign) -> list[str]:
     return [name for name, part in (parts | {"registered objects": source.objects}).items() if part]
 
 
-def _report(source: Foreign, unused: list[str], left: list[str], weights_only: bool) -> None:
+def _report(source: Foreign, matches: list[_Match], unused: list[str], left: list[str], weights_only: bool) -> None:
+    cast = sorted({f"{s.dtype} to {shard.dtype}" for _, s, shard in matches if s.dtype != shard.dtype})
+    if cast:
+        logger.warning("tensors of %s were cast: %s", source.path, ", ".join(cast), main_process_only=True)
     if unused:
         logger.warning("%s holds tensors that this run's model has not: %s", source.path, ", ".join(unused),
                        main_process_only=True)  # fmt: skip
