@@ -295,7 +295,7 @@ def _check_run(accelerator: PolicyAccelerator, source: Foreign) -> None:
     for number, scheduler in enumerate(accelerator._schedulers):
         source.schedulers[number] = _in_steps(number, source.schedulers[number], scheduler.state_dict(), source)
     here, there = len(accelerator._custom_objects), len(source.objects)
-    if there and here != there:
+    if here and there and here != there:
         raise SnapshotError(
             f"{str(source.path)!r} has {there} registered objects, and this run has {here}. Register as "
             f"many. {_WEIGHTS_ONLY}"
@@ -330,6 +330,8 @@ def _restore_rest(accelerator: PolicyAccelerator, model: torch.nn.Module, source
         scheduler.load_state_dict(state)
     for thing, state in zip(accelerator._custom_objects, source.objects, strict=False):
         thing.load_state_dict(state)
+    if source.objects and not accelerator._custom_objects:
+        left.append("registered objects (this run has none)")
     if source.scaler is not None and accelerator.scaler is not None:
         accelerator.scaler.load_state_dict(source.scaler)
     elif source.scaler is not None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from rank_pool import RankPool, _forget_accelerate
-from training import GLOBAL_BATCH, LENGTH, batch_of, dataset, rate, tiny_llama, token_loss
+from training import GLOBAL_BATCH, LENGTH, batch_of, dataset, rate, token_loss
 
 from accel_shard import Checkpointer, ShardingPolicy
 from accel_shard.errors import SnapshotError
@@ -21,9 +21,16 @@ from accel_shard.errors import SnapshotError
 BEFORE, AFTER = (0, 1, 2), (3, 4)
 
 
-def a_model() -> torch.nn.Module:
-    """Tied weights, a frozen one, and a persistent buffer."""
-    model = tiny_llama(tied=True)
+def a_model(*, tied: bool = True) -> torch.nn.Module:
+    """Tied weights, a frozen one, odd sizes, and a persistent buffer."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=97, hidden_size=36, intermediate_size=53, num_hidden_layers=3, num_attention_heads=2, mlp_bias=True,
+        max_position_embeddings=64, tie_word_embeddings=tied,
+    )  # fmt: skip
+    model: Any = LlamaForCausalLM(config)
     model.model.norm.weight.requires_grad_(False)
     model.register_buffer("ticks", torch.full((3,), 7.0))
     with torch.no_grad():
@@ -58,6 +65,19 @@ def train(run: Any, steps: Iterable[int]) -> list[float]:
     return losses
 
 
+class Count:
+    """A registered object."""
+
+    def __init__(self) -> None:
+        self.value = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.value = state["value"]
+
+
 class Live:
     """A run under a policy, of the same model with other weights."""
 
@@ -71,6 +91,8 @@ class Live:
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
         self.model, self.optimizer, self.schedule = self.accelerator.prepare(made, optimizer, schedule)
         self.backward = self.accelerator.backward
+        self.count = Count()
+        self.accelerator.register_for_checkpointing(self.count)
 
     def held(self) -> dict[str, torch.Tensor]:
         return together(self.accelerator.backend.layout(self.accelerator, self.model, self.optimizer))
@@ -113,6 +135,7 @@ def by_our_accelerator(line: str, folder: str) -> tuple[dict[str, torch.Tensor],
     """``save_state`` of a ``PolicyAccelerator``, which is an ``Accelerator``; for FSDP both kinds of state dict."""
     run = Live(line, scale=1.0)
     train(run, BEFORE)
+    run.count.value = 5
     run.accelerator.save_state(f"{folder}/save_state")
     if line == "fsdp2":  # on a CPU torch 2.13 crashes in FSDP1's full weights, and has both moments be the second
         plugin = run.accelerator.state.fsdp_plugin
@@ -142,6 +165,8 @@ def by_plain_accelerate(folder: str) -> tuple[dict[str, torch.Tensor], list[floa
     train(run, BEFORE)
     assert run.schedule.state_dict()["last_epoch"] == 2 * len(BEFORE)
     run.accelerator.save_state(f"{folder}/save_state", safe_serialization=False)
+    run.accelerator.save_model(run.model, f"{folder}/shards", max_shard_size="20KB")
+    run.accelerator.save_model(run.model, f"{folder}/bins", max_shard_size="20KB", safe_serialization=False)
     return held_by(run.model, run.optimizer), train(run, AFTER)
 
 
@@ -183,11 +208,12 @@ class Engine:
         from deepspeed.ops import __compatible_ops__
 
         __compatible_ops__["deepspeed_shm_comm"] = False  # compiled at every start on a CPU, and never used
+        world = torch.distributed.get_world_size()
         model: Any = a_model()
         optimizer: Any = an_optimizer(model)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
         config = {
-            "train_micro_batch_size_per_gpu": 4, "gradient_clipping": 0.0, "zero_allow_untested_optimizer": True,
+            "train_micro_batch_size_per_gpu": GLOBAL_BATCH // world, "gradient_clipping": 0.0, "zero_allow_untested_optimizer": True,
             "bf16": {"enabled": bf16},
             "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 100},
         }  # fmt: skip
@@ -266,6 +292,8 @@ SOURCES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "deepspeed 1 bf16": (by_deepspeed, (1, True)),
     "deepspeed 2": (by_deepspeed, (2, False)),
     "deepspeed 3": (by_deepspeed, (3, False)),
+    "deepspeed 2 by 4": (by_deepspeed, (2, False)),
+    "deepspeed 3 by 4": (by_deepspeed, (3, False)),
     "trainer ddp": (by_trainer, ("ddp",)),
     "trainer fsdp2": (by_trainer, ("fsdp2",)),
     "trainer zero2": (by_trainer, ("zero2",)),
@@ -275,7 +303,7 @@ SOURCES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
 class Written:
     """Checkpoints of this session, each written when it is first asked for."""
 
-    def __init__(self, pool: RankPool, root: Path) -> None:
+    def __init__(self, pool: Callable[[int], RankPool], root: Path) -> None:
         self._pool, self._root = pool, root
         self._done: dict[str, Any] = {}
 
@@ -284,21 +312,22 @@ class Written:
         if source not in self._done:
             folder.mkdir(exist_ok=True)
             function, arguments = SOURCES[source]
-            self._done[source] = self._pool.run(function, *arguments, str(folder))[0]
+            self._done[source] = self._pool(4 if "by 4" in source else 2).run(function, *arguments, str(folder))[0]
         return folder, *self._done[source]
 
 
 @pytest.fixture(scope="module")
-def written(two_ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Written:
-    return Written(two_ranks, tmp_path_factory.mktemp("foreign"))
+def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Written:
+    pools = {2: "two_ranks", 4: "four_ranks"}
+    return Written(lambda ranks: request.getfixturevalue(pools[ranks]), tmp_path_factory.mktemp("foreign"))
 
 
-def imported(line: str, path: str) -> tuple[int, dict[str, torch.Tensor], list[float]]:
+def imported(line: str, path: str) -> tuple[int, dict[str, torch.Tensor], list[float], int]:
     run = Live(line)
     with Checkpointer(run.accelerator, Path(path).parent / "snapshots") as checkpointer:
         assert checkpointer.resume(path)
         held = run.held()
-        return checkpointer.steps, held, train(run, AFTER)
+        return checkpointer.steps, held, train(run, AFTER), run.count.value
 
 
 # source, what of it, policy, ranks: each kind of file into several policies, at the same number of ranks and another
@@ -313,6 +342,7 @@ CASES = [
     ("deepspeed 1 bf16", "deepspeed", "zero1,precision=bf16", 2),
     ("deepspeed 2", "deepspeed", "ddp", 2), ("deepspeed 2", "deepspeed/global_step3", "zero3", 4),
     ("deepspeed 3", "deepspeed", "zero2", 2),
+    ("deepspeed 2 by 4", "deepspeed", "fsdp2", 2), ("deepspeed 3 by 4", "deepspeed", "zero3", 2),
     ("trainer ddp", "checkpoint-3", "fsdp2", 2), ("trainer fsdp2", "checkpoint-3", "ddp", 4),
     ("trainer zero2", "checkpoint-3", "fsdp1", 2),
 ]  # fmt: skip
@@ -323,8 +353,9 @@ def test_every_tensor_arrives_and_the_run_goes_on(
     source: str, part: str, line: str, ranks: RankPool, written: Written
 ) -> None:
     folder, held, losses = written(source)
-    steps, reached, again = ranks.run(imported, line, str(folder / part))[0]
+    steps, reached, again, count = ranks.run(imported, line, str(folder / part))[0]
     assert steps == len(BEFORE)
+    assert count == (5 if source.startswith("accelerate") else 0)
     assert sum(key.startswith("optim.") for key in held) == 2 * sum(key.startswith("model.") for key in held) - 2
     for key, tensor in held.items():
         assert torch.equal(tensor, reached[key]), key
@@ -369,8 +400,13 @@ def weights_of(line: str, path: str) -> tuple[dict[str, torch.Tensor], int, list
     return {key: after[key] for key in after if key not in kept}, checkpointer.steps, heard.lines
 
 
-@pytest.mark.parametrize("line", ["zero1", "fsdp2"])
-@pytest.mark.parametrize(("source", "part"), [("torch", "bare.pt"), ("accelerate ddp", "save_state")])
+@pytest.mark.parametrize(
+    ("source", "part", "line"),
+    [
+        ("torch", "bare.pt", "zero1"), ("accelerate ddp", "save_state", "fsdp2"),
+        ("plain accelerate", "shards", "zero3"), ("plain accelerate", "bins", "fsdp1"),
+    ],
+)  # fmt: skip
 def test_the_weights_alone(source: str, part: str, line: str, two_ranks: RankPool, written: Written) -> None:
     folder, held, _ = written(source)
     reached, steps, lines = two_ranks.run(weights_of, line, str(folder / part))[0]
@@ -379,7 +415,10 @@ def test_the_weights_alone(source: str, part: str, line: str, two_ranks: RankPoo
     assert {**weights, "buffer.ticks": reached["buffer.ticks"]}.keys() == reached.keys()
     assert all(torch.equal(weight, reached[key]) for key, weight in weights.items())
     assert "its weights alone" in lines[-1]
-    assert ("Not taken over: the optimizer, schedulers, random_states_*.pkl" in lines[-1]) is (part == "save_state")
+    left = "the optimizer, schedulers, registered objects, random_states_*.pkl"
+    assert (f"Not taken over: {left}" in lines[-1]) is (part == "save_state")
+    if part in ("shards", "bins"):
+        assert len(list((folder / part).glob("*-of-*"))) > 5
 
 
 def from_a_snapshot(folder: str) -> tuple[dict[str, torch.Tensor], int, list[str]]:
@@ -420,7 +459,10 @@ def test_auto_takes_no_foreign_folder(two_ranks: RankPool, written: Written) -> 
 def attempted(path: str, kind: str = "same", weights_only: bool = False) -> str:
     """The error that every rank gets, and a sign that the run was not touched."""
     accelerator = ShardingPolicy.load("ddp").accelerator()
-    other: dict[str, Callable[[], Any]] = {"untied": tiny_llama, "other model": lambda: torch.nn.Linear(4, 4)}
+    other: dict[str, Callable[[], Any]] = {
+        "untied": lambda: a_model(tied=False),
+        "other model": lambda: torch.nn.Linear(4, 4),
+    }
     model = other.get(kind, a_model)()
     optimizer: Any = an_optimizer(model)
     if kind == "sgd":
@@ -438,7 +480,7 @@ def attempted(path: str, kind: str = "same", weights_only: bool = False) -> str:
     schedules = [] if kind == "no schedule" else [torch.optim.lr_scheduler.LambdaLR(optimizer, rate)]
     model, optimizer, *_ = accelerator.prepare(model, optimizer, *schedules)
     if kind == "objects":
-        accelerator.register_for_checkpointing(optimizer, optimizer)
+        accelerator.register_for_checkpointing(Count(), Count())
     before = [p.detach().clone() for p in model.parameters()]
     checkpointer = Checkpointer(accelerator, Path(path).parent / "snapshots")
     with pytest.raises(SnapshotError) as caught:
@@ -449,15 +491,31 @@ def attempted(path: str, kind: str = "same", weights_only: bool = False) -> str:
 
 
 REFUSED = [
-    ("torch", "all.pt", "other model", r"is of another model: it lacks weight, bias; only it has .*k_proj"),
+    (
+        "torch",
+        "all.pt",
+        "other model",
+        r"is of another model: it lacks weight, bias; only it has lm_head.weight, .* and 35 more",
+    ),
     ("torch", "all.pt", "untied", "group 0 in .* has 22 parameters, by number only, and this run's group has 23"),
     ("torch", "bare.pt", "same", "holds no optimizer state, and this run has an optimizer.*weights_only=True"),
     ("torch", "all.pt", "sgd", "is of another optimizer than this run's SGD: its parameter group 0 has no.*momentum"),
-    ("torch", "all.pt", "one group", r"has 2 parameter groups of \[22, 6\] parameters, and this run's has 1 of \[28\]"),
-    ("torch", "all.pt", "all", "group 1 in .* has 6 parameters, by number only, and this run's group has 7"),
+    (
+        "torch",
+        "all.pt",
+        "one group",
+        r"has 2 parameter groups of \[22, 15\] parameters, and this run's has 1 of \[37\]",
+    ),
+    ("torch", "all.pt", "all", "group 1 in .* has 15 parameters, by number only, and this run's group has 16"),
     ("torch", "all.pt", "other order", "its parameters come in another order"),
     ("torch", "all.pt", "no schedule", "has 1 schedulers, and this run has 0"),
-    ("accelerate fsdp2", "save_state", "other members", "parameter group 0 is not the same: nothing only in .*norm"),
+    (
+        "accelerate fsdp2",
+        "save_state",
+        "other members",
+        "parameter group 0 is not the same: nothing only in .*gate_proj.bias only in this run",
+    ),
+    ("accelerate ddp", "save_state", "objects", "has 1 registered objects, and this run has 2"),
     ("accelerate ddp", "nowhere", "same", "nowhere' does not exist. Allowed: a snapshot; a folder of Accelerate"),
     ("accelerate ddp", ".", "same", "is no snapshot: it has no manifest.json"),
 ]
@@ -622,3 +680,26 @@ def test_a_schedule_that_counts_ranks_and_cannot_be_converted(two_ranks: RankPoo
     said = two_ranks.run(by_cosine, str(tmp_path))[0]
     assert "counted 2 steps in 1 optimizer steps" in said
     assert "T_max would have to be counted so too" in said
+
+
+def as_fused_adam_writes(path: str, target: str) -> None:
+    """The steps counted once a group, and none of torch's flags: apex's and DeepSpeed's FusedAdam, which need a GPU."""
+    content = torch.load(path, weights_only=False)
+    for state in content["optimizer"]["state"].values():
+        del state["step"]
+    for group in content["optimizer"]["param_groups"]:
+        for flag in ("amsgrad", "foreach", "maximize", "capturable", "differentiable", "fused"):
+            del group[flag]
+        group |= {"step": 3, "bias_correction": True}
+    torch.save(content, target)
+
+
+def test_an_adam_that_counts_steps_by_group(two_ranks: RankPool, written: Written, tmp_path: Path) -> None:
+    folder, _, losses = written("torch")
+    as_fused_adam_writes(str(folder / "all.pt"), str(tmp_path / "fused.pt"))
+    steps, reached, again, _ = two_ranks.run(imported, "zero2", str(tmp_path / "fused.pt"))[0]
+    assert steps == 3
+    counted = [step for key, step in reached.items() if key.startswith("step.")]
+    assert len(counted) == 37
+    assert all(step == 3 for step in counted)
+    assert again == pytest.approx(losses, rel=1e-5)
