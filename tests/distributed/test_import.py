@@ -182,6 +182,18 @@ class Distributed:
         loss.backward()
 
 
+def by_name(run: Distributed) -> torch.optim.Optimizer:
+    """The same optimizer, made of names, in the model's order."""
+    named = [(name, p) for name, p in run.model.named_parameters() if p.requires_grad]
+    groups = [
+        {**group, "params": [(name, p) for name, p in named if (p.dim() > 1) is many]}
+        for many, group in zip((True, False), run.optimizer.param_groups, strict=True)
+    ]
+    optimizer = torch.optim.AdamW(groups)
+    optimizer.state.update(run.optimizer.state)
+    return optimizer
+
+
 def by_torch(folder: str) -> tuple[dict[str, torch.Tensor], list[float]]:
     import argparse
 
@@ -197,6 +209,7 @@ def by_torch(folder: str) -> tuple[dict[str, torch.Tensor], list[float]]:
         }  # fmt: skip
         torch.save(content, f"{folder}/all.pt")
         torch.save(run.model.module.state_dict(), f"{folder}/bare.pt")
+        torch.save(content | {"optimizer": by_name(run).state_dict()}, f"{folder}/named.pt")
     return held_by(run.model, run.optimizer), train(run, AFTER)
 
 
@@ -339,6 +352,7 @@ CASES = [
     ("accelerate fsdp2", "full", "zero1", 2),
     ("accelerate zero3", "save_state", "zero3", 2), ("accelerate zero3", "save_state", "hsdp", 4),
     ("torch", "all.pt", "zero3", 2), ("torch", "all.pt", "fsdp2", 4),
+    ("torch", "named.pt", "zero1", 2),
     ("deepspeed 1 bf16", "deepspeed", "zero1,precision=bf16", 2),
     ("deepspeed 2", "deepspeed", "ddp", 2), ("deepspeed 2", "deepspeed/global_step3", "zero3", 4),
     ("deepspeed 3", "deepspeed", "zero2", 2),
@@ -540,12 +554,21 @@ def test_a_file_of_a_rank_is_missing(two_ranks: RankPool, written: Written, tmp_
     assert "the files of 1 are there" in said[0]
 
 
-def test_a_piece_of_a_distributed_checkpoint_is_missing(two_ranks: RankPool, written: Written, tmp_path: Path) -> None:
-    """It is rank 0's alone that is read on rank 0, and still both ranks say so."""
+def half_there(path: str) -> str:
+    run = Live("fsdp2")
+    with pytest.raises(SnapshotError) as caught:
+        Checkpointer(run.accelerator, Path(path).parent / "snapshots").resume(path)
+    return str(caught.value)
+
+
+def test_a_piece_that_one_rank_misses_fails_on_every_rank(
+    two_ranks: RankPool, written: Written, tmp_path: Path
+) -> None:
+    """Rank 0 reads its own rows only, and they are all there."""
     folder, _, _ = written("accelerate fsdp2")
     shutil.copytree(folder / "save_state", tmp_path / "copy")
-    (tmp_path / "copy" / "optimizer_0" / "__1_0.distcp").unlink()
-    said = two_ranks.run(attempted, str(tmp_path / "copy"))
+    (tmp_path / "copy" / "pytorch_model_fsdp_0" / "__1_0.distcp").unlink()
+    said = two_ranks.run(half_there, str(tmp_path / "copy"))
     assert said[0] == said[1]
     assert "__1_0.distcp' cannot be read" in said[0]
 
