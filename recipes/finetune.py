@@ -78,7 +78,7 @@ class Arguments:
     report_to: str = option("none", "tensorboard, wandb, trackio, ... (several: with commas), all, or none")
     max_new_tokens: int = option(200, "length of the sample written at the end; 0 = none")
     # Stopping and going on: snapshots are in OUTPUT_DIR/checkpoints, and any policy and number of ranks loads them
-    resume_from_checkpoint: str = option("none", "auto = the newest that can be trusted, or none, or a snapshot's path")
+    resume_from_checkpoint: str = option("none", "auto = the newest that can be trusted, or none, or a path")
     save_steps: int | None = option(None, "optimizer steps between snapshots; default: none are saved by steps")
     save_minutes: float | None = option(None, "minutes between snapshots; default: none are saved by time")
     save_total_limit: int | None = option(None, "how many of the newest snapshots are kept; default: all")

@@ -108,11 +108,10 @@ def describe_zero(engine: Any) -> Layout:
                         "DeepSpeed's flat partition, so it belongs to no parameter. Use backend 'ddp'."
                     )
     # The model's order, which is the same on every backend.
-    order = {name: index for index, name in enumerate(parameters)}
     layout.weights = {name: layout.weights[name] for name in parameters if name in layout.weights}
+    # The user's order: files of others number the parameters in it.
     layout.groups = [
-        {"params": sorted(members[index], key=order.__getitem__)} | group_settings(group)
-        for index, group in enumerate(base.param_groups)
+        {"params": members[index]} | group_settings(group) for index, group in enumerate(base.param_groups)
     ]
     return layout
 

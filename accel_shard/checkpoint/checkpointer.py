@@ -19,7 +19,7 @@ from accelerate.utils import send_to_device
 
 from accel_shard.checkpoint.plain import decode, encode
 from accel_shard.checkpoint.plan import gather
-from accel_shard.checkpoint.run_state import collect, restore, restore_random_state
+from accel_shard.checkpoint.run_state import collect, restore, restore_random_state, restore_weights
 from accel_shard.checkpoint.snapshot import (
     MANIFEST,
     PIN,
@@ -29,6 +29,7 @@ from accel_shard.checkpoint.snapshot import (
     remove_snapshot,
     stage_snapshot,
 )
+from accel_shard.checkpoint.take_over import start_from
 from accel_shard.data import Batches
 from accel_shard.errors import SnapshotError
 from accel_shard.sample_order import Deal
@@ -273,23 +274,31 @@ class Checkpointer:
 
     # ---- resuming --------------------------------------------------------------------------------------------
 
-    def resume(self, source: str | Path = "auto") -> bool:
+    def resume(self, source: str | Path = "auto", *, weights_only: bool = False) -> bool:
         """Go on from a snapshot, whatever policy and number of ranks wrote it. Every rank must call it.
 
         Args:
             source: ``auto`` for the newest in the folder that can be trusted, ``none`` for a fresh start, or the path
-                of one snapshot, which then must be good.
+                of one snapshot, which then must be good; or of a checkpoint that Accelerate, HF Trainer, DeepSpeed or
+                ``torch.save`` wrote. The random state of such a one is not taken over.
+            weights_only: with a path: take the weights over and nothing else; the run starts at step 0.
 
         Returns:
             Whether there was one; False is a fresh start.
 
         Raises:
             SnapshotError: if the named snapshot, or every snapshot in the folder, is bad, or is of another model.
+            ValueError: for ``weights_only`` without a path.
         """
         self.wait()
+        named = source not in ("auto", "none")
+        if weights_only and not named:
+            raise ValueError(f"weights_only=True with source {source!r}. Allowed: with the path of a checkpoint.")
         if source == "none":
             return False
-        named = source != "auto"
+        if named and (weights_only or not (Path(source) / MANIFEST).is_file()):
+            self._start_from(Path(source), weights_only)
+            return True
         if named:
             candidates = [Path(source)]
         else:
@@ -306,6 +315,19 @@ class Checkpointer:
         if refused:
             raise SnapshotError("no snapshot can be trusted: " + "; ".join(refused))
         return False
+
+    def _start_from(self, path: Path, weights_only: bool) -> None:
+        """Start from what something else wrote, or from a snapshot's weights: a run of its own, not yet saved."""
+        steps = 0
+        if not (path / MANIFEST).is_file():
+            steps = start_from(self.accelerator, path, weights_only=weights_only)
+        else:
+            snapshot, fault = self._trusted(path)
+            if snapshot is None:
+                raise SnapshotError(f"no snapshot can be trusted: {fault}")
+            restore_weights(self.accelerator, snapshot)
+            logger.info("started from the weights of %s", path, main_process_only=True)
+        self.steps, self._saved_at_step, self._saved_at = steps, -1, time.monotonic()
 
     def _trusted(self, path: Path) -> tuple[Snapshot | None, str]:
         """Check a snapshot with all ranks, each its share of the files."""

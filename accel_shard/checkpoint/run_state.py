@@ -18,7 +18,7 @@ from accel_shard.layout import Layout
 if TYPE_CHECKING:
     from accel_shard.accelerator import PolicyAccelerator
 
-__all__ = ["collect", "restore", "restore_random_state"]
+__all__ = ["collect", "restore", "restore_groups", "restore_random_state", "restore_weights"]
 
 
 def collect(accelerator: PolicyAccelerator, layout: Layout, progress: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
@@ -72,7 +72,7 @@ def restore(accelerator: PolicyAccelerator, snapshot: Snapshot) -> dict[str, Any
     scalars = decode(facts["optimizer"]["scalars"])
     client = backend.torch_optimizer(model, optimizer)
     if client is not None:
-        _restore_groups(client, backend.layout(accelerator, model, optimizer), decode(facts["optimizer"]["groups"]))
+        restore_groups(client, backend.layout(accelerator, model, optimizer), decode(facts["optimizer"]["groups"]))
         backend.materialize(accelerator, model, optimizer, _state_shapes(snapshot), scalars)
     layout = backend.layout(accelerator, model, optimizer)
     snapshot.read_into(layout)
@@ -91,6 +91,18 @@ def restore(accelerator: PolicyAccelerator, snapshot: Snapshot) -> dict[str, Any
     accelerator.step = facts["micro_step"]
     progress: dict[str, Any] = decode(facts["progress"])
     return progress
+
+
+def restore_weights(accelerator: PolicyAccelerator, snapshot: Snapshot) -> None:
+    """Put the weights and buffers back, and nothing else. Every rank must call it.
+
+    Raises:
+        SnapshotError: if the snapshot is of another model.
+    """
+    backend, (model, optimizer) = accelerator.backend, accelerator.trained
+    layout = backend.layout(accelerator, model, optimizer)
+    snapshot.read_shards((key, shard) for key, shard in layout.tensors() if not key.startswith("optim."))
+    backend.after_load(accelerator, model, optimizer)
 
 
 def restore_random_state(accelerator: PolicyAccelerator, snapshot: Snapshot) -> None:
@@ -121,8 +133,12 @@ def _state_shapes(snapshot: Snapshot) -> dict[str, dict[str, tuple[tuple[int, ..
     return shapes
 
 
-def _restore_groups(client: Any, layout: Layout, stored: list[dict[str, Any]]) -> None:
-    """Set hyperparameters, group by group. A group is known by the names of its parameters, in any order."""
+def restore_groups(client: Any, layout: Layout, stored: list[dict[str, Any]]) -> None:
+    """Set hyperparameters, group by group. A group is known by the names of its parameters, in any order.
+
+    Raises:
+        SnapshotError: if the groups are not the same.
+    """
     own = [set(group["params"]) for group in layout.groups]
     theirs = [set(group["params"]) for group in stored]
     if own != theirs:
