@@ -182,6 +182,7 @@ class Checkpointer:
         facts, own = collect(self.accelerator, layout, self.progress)
         with together(f"nothing was saved into {str(self.folder)!r}"):
             place = self._place.place_for(self.steps) if self.accelerator.is_main_process else None
+        self._check_one_folder()
         target, number = gather(place)[0]
         facts |= {"step": self.steps, "sequence": number, "launch": self._place.launch}
         staged = stage_snapshot(target, layout, facts, own, self._buffers)
@@ -198,6 +199,11 @@ class Checkpointer:
             "step %d: training stood still for %.3f s to save %s", self.steps, stood, target, main_process_only=True
         )
         return self._saved_in
+
+    def _check_one_folder(self) -> None:
+        given = gather(str(self.folder))
+        if len(set(given)) > 1:
+            raise SnapshotError(f"folder differs from rank to rank: {given}. Give them the same one, on a shared disk.")
 
     def _meet(self) -> None:
         if self._meeting is None:
@@ -331,6 +337,7 @@ class Checkpointer:
         with together(f"could not look for snapshots in {str(self.folder)!r}"):
             found = self._place.arrive() if self.accelerator.is_main_process else []
             sees = any(self.folder.glob("step-*"))
+        self._check_one_folder()
         seers = [rank for rank, saw in enumerate(gather(sees)) if saw]
         if seers and 0 not in seers:
             what = f"ranks {seers} see snapshots there, rank 0 does not"

@@ -36,6 +36,12 @@ class SnapshotFolder:
     def arrive(self) -> list[Path]:
         """Return the snapshots, the last committed first. Whatever is there now was there before this launch."""
         found = find_snapshots(self.path, self._known)
+        for path in [path for number, path in found if number < 0]:
+            try:
+                found.append((int(Snapshot.open(path).manifest["sequence"]), path))  # the disk has thought better of it
+                found.remove((-1, path))
+            except SnapshotError as error:
+                logger.warning("not a snapshot that can be read, and so older than all that can: %s", error)
         self._arrived_at = _newest(found)
         return [path for _, path in sorted(found, reverse=True)]
 

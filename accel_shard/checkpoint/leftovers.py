@@ -46,7 +46,8 @@ def claimed(partial: Path) -> Iterator[None]:
             yield
         finally:
             with contextlib.suppress(OSError):  # the disk may have gone read-only; that must not hide why
-                lock.unlink()
+                if not partial.exists():  # else the next save clears it up: the lock is let go, but stays as its mark
+                    lock.unlink()
 
 
 def set_aside(path: Path) -> Path:
