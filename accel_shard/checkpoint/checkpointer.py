@@ -61,7 +61,8 @@ class Checkpointer:
 
     Attributes:
         steps: optimizer steps that the run has done, over all its launches.
-        progress: plain data of the loop's own (tokens seen, best score), saved and restored with the run.
+        progress: plain data of the loop's own (tokens seen, best score), saved and restored with the run. Where ranks
+            differ each gets its own back on the same number of ranks; on another number all get rank 0's.
     """
 
     def __init__(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.distributed as dist
+from accelerate.logging import get_logger
 
 from accel_shard.checkpoint import random_state
 from accel_shard.checkpoint.plain import decode, encode
@@ -21,6 +23,11 @@ if TYPE_CHECKING:
     from accel_shard.accelerator import PolicyAccelerator
 
 __all__ = ["collect", "restore", "restore_random_state"]
+
+logger = get_logger(__name__)
+
+# The loop's own things, as counts of a metric, of which a rank may hold another part than the next one.
+_MAY_DIFFER: Final = ("progress", "objects")
 
 
 def collect(accelerator: PolicyAccelerator, layout: Layout, progress: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
@@ -39,7 +46,9 @@ def collect(accelerator: PolicyAccelerator, layout: Layout, progress: Mapping[st
     with together("the run's state cannot be saved, so nothing was"):
         facts = _facts(accelerator, layout, progress, scalars)
         own = encode({"random": random_state.capture(accelerator.device), "buffers": buffers}, "rank")
-    return facts, own
+    digests = gather({key: hashlib.blake2b(json.dumps(facts[key]).encode()).digest() for key in _MAY_DIFFER})
+    facts["differed"] = [key for key in _MAY_DIFFER if len({digest[key] for digest in digests}) > 1]
+    return facts, own | {"facts": {key: facts[key] for key in facts["differed"]}}
 
 
 def _check_same(name: str, first: dict[str, Any], values: dict[str, Any], rank: int) -> None:
@@ -76,8 +85,6 @@ def _facts(
 
 def _buffers_of_my_own(layout: Layout) -> dict[str, torch.Tensor]:
     """Return the buffers in which ranks differ, as running statistics do under FSDP: the snapshot proper has one."""
-    import hashlib
-
     whole = {name: part.cpu() for name, shard in layout.buffers.items() for _, part in shard.parts}
     digests = {n: hashlib.blake2b(t.reshape(-1).view(torch.uint8).numpy().tobytes()).digest() for n, t in whole.items()}
     everyones = gather(digests)
@@ -100,6 +107,7 @@ def restore(accelerator: PolicyAccelerator, snapshot: Snapshot) -> dict[str, Any
         backend.materialize(accelerator, model, optimizer, _state_shapes(snapshot), scalars)
     layout = backend.layout(accelerator, model, optimizer)
     # What comes after may be collective: a rank that cannot read must not leave the others waiting there.
+    mine: dict[str, Any] = {}
     with together(f"could not load {str(snapshot.folder)!r}; the run's state is no longer what it was"):
         snapshot.read_into(layout)
         if facts["world_size"] == accelerator.num_processes:
@@ -108,14 +116,20 @@ def restore(accelerator: PolicyAccelerator, snapshot: Snapshot) -> dict[str, Any
             for name, value in decode(own["buffers"]).items():
                 for _, part in layout.buffers[name].parts:
                     part.copy_(value)
+            mine = own.get("facts", {})
+        elif facts.get("differed"):
+            logger.warning(
+                "ranks differed in %s when %s was saved by %d ranks; now all %d get what rank 0 had",
+                " and ".join(facts["differed"]), snapshot.folder, facts["world_size"], accelerator.num_processes,
+            )  # fmt: skip
     backend.after_load(accelerator, model, optimizer)
     backend.set_counters(model, facts["counters"])
     _restore_each("scheduler", accelerator._schedulers, facts["schedulers"])
-    _restore_each("registered object", accelerator._custom_objects, facts["objects"])
+    _restore_each("registered object", accelerator._custom_objects, mine.get("objects", facts["objects"]))
     if accelerator.scaler is not None and facts["scaler"] is not None:
         accelerator.scaler.load_state_dict(decode(facts["scaler"]))
     accelerator.step = facts["micro_step"]
-    progress: dict[str, Any] = decode(facts["progress"])
+    progress: dict[str, Any] = decode(mine.get("progress", facts["progress"]))
     return progress
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import logging
 import math
 import os
@@ -325,6 +326,24 @@ def test_what_a_dead_save_left_goes_and_what_a_living_one_has_stays(two_ranks: R
     assert names(tmp_path) == [unknown.name, "step-000000001", "step-000000002"]
 
 
+def without_locks(folder: str) -> None:
+    def refused(*_: Any) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    with replaced(fcntl, "flock", refused):
+        save_steps(folder, 1, 2)
+
+
+def test_a_file_system_without_locks_saves_and_clears_nothing_up(two_ranks: RankPool, tmp_path: Path) -> None:
+    unknown = partial_for(tmp_path / "step-000000009")
+    unknown.mkdir()
+    (tmp_path / f".saving-{unknown.name[-12:]}").touch()
+    two_ranks.run(without_locks, str(tmp_path))
+    assert names(tmp_path) == sorted(
+        [f".saving-{unknown.name[-12:]}", unknown.name, "step-000000001", "step-000000002"]
+    )
+
+
 def two_runs(folder: str) -> str:
     """Two runs, which know nothing of each other, save into one folder at once."""
     first, second = Small(folder, keep=1), Small(folder, keep=1)
@@ -484,6 +503,38 @@ def test_what_one_rank_cannot_save_is_said_by_all(what: str, words: str, two_ran
     assert said[0] == said[1]
     assert words in said[0]
     assert names(tmp_path) == ["step-000000001"]
+
+
+class Tally:
+    """A registered object that counts what this rank saw."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+
+def tally(folder: str, mode: str) -> tuple[int, dict[str, Any], bool]:
+    small = Small(folder)
+    counted = Tally(10 + small.rank if mode == "save" else 0)
+    small.accelerator.register_for_checkpointing(counted)
+    if mode == "save":
+        small.checkpointer.progress = {"tokens": 100 + small.rank}
+        small.save(1)
+    else:
+        small.checkpointer.resume()
+    facts = Snapshot.open(f"{folder}/step-000000001").manifest
+    return counted.count, small.checkpointer.progress, facts["differed"] == ["progress", "objects"]
+
+
+def test_each_rank_gets_what_it_counted_itself(two_ranks: RankPool, tmp_path: Path) -> None:
+    saved = two_ranks.run(tally, str(tmp_path), "save")
+    assert saved == [(10, {"tokens": 100}, True), (11, {"tokens": 101}, True)]
+    assert two_ranks.run(tally, str(tmp_path), "resume") == saved
 
 
 # ---- saves in flight -------------------------------------------------------------------------------------------
