@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Box", "Layout", "Shard", "boxes_of_range", "subtract", "uncovered"]
+__all__ = ["Box", "Layout", "Shard", "boxes_of_range", "split_state_key", "state_key", "subtract", "uncovered"]
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -216,4 +216,26 @@ class Layout:
             yield f"buffer.{name}", shard
         for name, states in self.states.items():
             for state, shard in states.items():
-                yield f"optim.{name}.{state}", shard
+                yield state_key(name, state), shard
+
+
+def state_key(name: str, state: str) -> str:
+    """Return the key of an optimizer's state: ``optim.NAME.STATE``.
+
+    A parameter's name has dots; in a state's name they are written ``%2E`` (and ``%`` is ``%25``), so that state
+    ``b.c`` of parameter ``a`` is not state ``c`` of parameter ``a.b``.
+
+    Raises:
+        TypeError: if the state's name is no text: it would come back as another one.
+    """
+    if not isinstance(state, str):
+        raise TypeError(
+            f"the optimizer keeps a tensor of {name!r} under {state!r}, a {type(state).__name__}. Allowed: strings."
+        )
+    return f"optim.{name}.{state.replace('%', '%25').replace('.', '%2E')}"
+
+
+def split_state_key(key: str) -> tuple[str, str]:
+    """Return the parameter's and the state's name that :func:`state_key` was given."""
+    name, _, state = key.removeprefix("optim.").rpartition(".")
+    return name, state.replace("%2E", ".").replace("%25", "%")

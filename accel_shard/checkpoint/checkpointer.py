@@ -17,6 +17,7 @@ import torch.distributed as dist
 from accelerate.logging import get_logger
 from accelerate.utils import send_to_device
 
+from accel_shard.checkpoint.folder import SnapshotFolder
 from accel_shard.checkpoint.plain import decode, encode
 from accel_shard.checkpoint.plan import gather
 from accel_shard.checkpoint.run_state import collect, restore, restore_random_state, restore_weights
@@ -25,11 +26,10 @@ from accel_shard.checkpoint.snapshot import (
     PIN,
     Snapshot,
     StagedSnapshot,
-    find_snapshots,
-    remove_snapshot,
     stage_snapshot,
 )
 from accel_shard.checkpoint.take_over import start_from
+from accel_shard.checkpoint.together import attempt, together
 from accel_shard.data import Batches
 from accel_shard.errors import SnapshotError
 from accel_shard.sample_order import Deal
@@ -43,6 +43,9 @@ logger = get_logger(__name__)
 
 PREEMPTED: Final = 75
 """Exit code after a signal: the run saved and left (EX_TEMPFAIL: try again later)."""
+
+
+_SHARED: Final = "All ranks must see one folder: put it on a disk that all nodes mount. Nothing was loaded."
 
 
 class Checkpointer:
@@ -63,7 +66,8 @@ class Checkpointer:
 
     Attributes:
         steps: optimizer steps that the run has done, over all its launches.
-        progress: plain data of the loop's own (tokens seen, best score), saved and restored with the run.
+        progress: plain data of the loop's own (tokens seen, best score), saved and restored with the run. Where ranks
+            differ each gets its own back on the same number of ranks; on another number all get rank 0's.
     """
 
     def __init__(
@@ -78,14 +82,19 @@ class Checkpointer:
         patience: float = 300.0,
     ) -> None:
         for name, value in (("every", every), ("minutes", minutes), ("keep", keep), ("patience", patience)):
-            if value is not None and value <= 0:
+            if value is not None and not value > 0:
                 raise ValueError(f"{name} is {value!r}. Allowed: a number above 0, or None for off.")
+        for name, whole in (("every", every), ("keep", keep)):
+            if whole is not None and (isinstance(whole, bool) or int(whole) != whole):
+                raise ValueError(f"{name} is {whole!r}. Allowed: a whole number from 1 on, or None for off.")
         self.accelerator, self.folder = accelerator, Path(folder)
         self.every, self.minutes, self.keep = every, minutes, keep
         self.steps = 0
         self.progress: dict[str, Any] = {}
-        self._asked = self._signalled = False
+        self._asked = False
+        self._signal: signal.Signals | None = None
         self._saved_at_step, self._saved_at = -1, time.monotonic()
+        self._saved_in: Path | None = None
         self._former: dict[int, Any] = {}
         self._patience = datetime.timedelta(seconds=patience)
         # Over the hosts, so that no device has to be waited for: a group to agree on signals and clocks, one to meet
@@ -97,9 +106,9 @@ class Checkpointer:
         self._buffers: dict[str, torch.Tensor] | None = {} if background else None
         self._thread: threading.Thread | None = None
         self._failure: SnapshotError | None = None
-        self._known: dict[Path, int] = {}
         self._batches: dict[str, Batches] = {}
         self._places: dict[str, Any] = {}
+        self._place = SnapshotFolder(self.folder)
         accelerator.before_end.append(self.wait)
         atexit.register(self._last_wait)  # for those who use no `with`
 
@@ -112,18 +121,23 @@ class Checkpointer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for number, handler in self._former.items():
-            signal.signal(number, handler)
         for batches in self._batches.values():
             batches.close()
-        if error is None or isinstance(error, SystemExit):
-            self.wait()
-        else:
-            self._last_wait()
-        atexit.unregister(self._last_wait)
+        try:
+            if error is None or isinstance(error, SystemExit):
+                self.wait()
+            else:
+                self._last_wait()
+        finally:
+            # Only now: a second signal must not end the process while the last save is written.
+            for number, handler in self._former.items():
+                signal.signal(number, handler)
+            atexit.unregister(self._last_wait)
+        if error is None and self._signal is not None:
+            signal.raise_signal(self._signal)  # it came after the last step, which did not answer it
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self._signalled = True
+        self._signal = signal.Signals(number)
 
     # ---- saving ----------------------------------------------------------------------------------------------
 
@@ -143,15 +157,15 @@ class Checkpointer:
             return False
         self.steps += 1
         by_clock = self.minutes is not None and time.monotonic() - self._saved_at >= 60 * self.minutes
-        late, signalled, failed = self._any_rank(by_clock, self._signalled, self._failure is not None)
+        late, signalled, failed = self._any_rank(by_clock, self._signal is not None, self._failure is not None)
         if failed:
-            self.wait()
-            raise SnapshotError("a save in the background failed on another rank; see its message")
+            self._raise_failure()
         due = self.every is not None and self.steps % self.every == 0
         if due or late or signalled or self._asked:
             self.save()
         if signalled:
             self.wait()
+            self._signal = None
             logger.info("stopped by a signal after step %d; start again to go on", self.steps, main_process_only=True)
             raise SystemExit(PREEMPTED)
         return due or late or self._saved_at_step == self.steps
@@ -168,22 +182,21 @@ class Checkpointer:
             self._asked = True
             return None
         self._asked = False
-        target = self.folder / f"step-{self.steps:09d}"
         if self._saved_at_step == self.steps:
-            return target
+            return self._saved_in
         self._meet()
-        self.wait()
+        self._settle()
         started = time.monotonic()
         model, optimizer = self.accelerator.trained
         layout = self.accelerator.backend.layout(self.accelerator, model, optimizer)
         facts, own = collect(self.accelerator, layout, self.progress)
-        existing = gather(find_snapshots(self.folder, self._known) if self.accelerator.is_main_process else None)[0]
-        newest = max((number for number, _ in existing), default=0)
-        if target.name in {path.name for _, path in existing}:
-            # A folder that an earlier run filled further than this one has come: its snapshots keep their names.
-            target = target.with_name(f"{target.name}-{newest + 1}")
+        with together(f"nothing was saved into {str(self.folder)!r}"):
+            place = self._place.place_for(self.steps) if self.accelerator.is_main_process else None
+        self._check_one_folder()
+        target, number = gather(place)[0]
         places = self._places | {name: batches.state_dict() for name, batches in self._batches.items()}
-        facts |= {"step": self.steps, "sequence": newest + 1, "data": encode(places, "place in the data")}
+        facts |= {"step": self.steps, "sequence": number, "launch": self._place.launch}
+        facts |= {"data": encode(places, "place in the data")}
         staged = stage_snapshot(target, layout, facts, own, self._buffers)
         if self._buffers is None:
             self._write(staged, None)
@@ -192,12 +205,17 @@ class Checkpointer:
                 target=self._write_quietly, args=(staged,), name="accel_shard save", daemon=True
             )
             self._thread.start()
-        self._saved_at_step, self._saved_at = self.steps, time.monotonic()
+        self._saved_at_step, self._saved_in, self._saved_at = self.steps, target, time.monotonic()
         stood = time.monotonic() - started
         logger.info(
             "step %d: training stood still for %.3f s to save %s", self.steps, stood, target, main_process_only=True
         )
-        return target
+        return self._saved_in
+
+    def _check_one_folder(self) -> None:
+        given = gather(str(self.folder))
+        if len(set(given)) > 1:
+            raise SnapshotError(f"folder differs from rank to rank: {given}. Give them the same one, on a shared disk.")
 
     def _meet(self) -> None:
         if self._meeting is None:
@@ -212,7 +230,8 @@ class Checkpointer:
 
     def _write(self, staged: StagedSnapshot, group: dist.ProcessGroup | None) -> None:
         staged.write(group)
-        self._retain()
+        if self.keep is not None and self.accelerator.is_main_process:
+            self._place.retain(self.keep)
 
     def _write_quietly(self, staged: StagedSnapshot) -> None:
         try:
@@ -226,7 +245,7 @@ class Checkpointer:
         """Wait until no save is in flight.
 
         Args:
-            limit: seconds; after them the save is left to itself.
+            limit: seconds; after them it returns, and the save goes on. The next one waits for it.
 
         Raises:
             SnapshotError: if the save failed.
@@ -234,12 +253,27 @@ class Checkpointer:
         if self._thread is not None:
             self._thread.join(limit)
             if self._thread.is_alive():
-                logger.warning("a save was still in flight after %s s and is given up", limit)
+                # It stays known: the next save must not write into the memory from which this one reads.
+                logger.warning("a save was still in flight after %s s", limit)
+                return
             self._thread = None
         failure, self._failure = self._failure, None
         if failure is not None:
             self._saved_at_step = -1
             raise failure
+
+    def _settle(self) -> None:
+        """Wait for a save in flight, so that all ranks go on or all raise, whichever of them knows why."""
+        if self._thread is not None:
+            self._thread.join()
+        if self._any_rank(self._failure is not None)[0]:
+            self._raise_failure()
+        self.wait()
+
+    def _raise_failure(self) -> None:
+        self.wait()
+        self._saved_at_step = -1  # on this rank too, or the next save of this step would find the others alone
+        raise SnapshotError("a save in the background failed on another rank; see its message")
 
     def _last_wait(self) -> None:
         """Give a save in flight a minute more. Ranks may be gone by now, and no error of its own may hide theirs."""
@@ -255,22 +289,12 @@ class Checkpointer:
             SnapshotError: if there is no such snapshot.
         """
         folder = Path(snapshot)
-        if not (folder / MANIFEST).is_file():
-            raise SnapshotError(f"{str(folder)!r} is no snapshot, so it cannot be pinned.")
-        (folder / PIN).touch()
-
-    def _retain(self) -> None:
-        """Remove what :attr:`keep` does not keep; only ever called after a newer commit."""
-        if self.keep is None or not self.accelerator.is_main_process:
-            return
-        for _, path in sorted(find_snapshots(self.folder, self._known), reverse=True)[self.keep :]:
-            if (path / PIN).exists():
-                continue
-            try:
-                self._known.pop(path, None)
-                remove_snapshot(path)
-            except OSError as error:  # the new snapshot is safe, and the other ranks know nothing of this
-                logger.warning("could not remove the old snapshot %s: %s", path, error)
+        try:
+            if not (folder / MANIFEST).is_file():
+                raise SnapshotError(f"{str(folder)!r} is no snapshot, so it cannot be pinned.")
+            (folder / PIN).touch()
+        except OSError as error:
+            raise SnapshotError(f"{str(folder)!r} could not be pinned: {error}") from error
 
     # ---- resuming --------------------------------------------------------------------------------------------
 
@@ -290,7 +314,7 @@ class Checkpointer:
             SnapshotError: if the named snapshot, or every snapshot in the folder, is bad, or is of another model.
             ValueError: for ``weights_only`` without a path.
         """
-        self.wait()
+        self._settle()
         named = source not in ("auto", "none")
         if weights_only and not named:
             raise ValueError(f"weights_only=True with source {source!r}. Allowed: with the path of a checkpoint.")
@@ -299,11 +323,7 @@ class Checkpointer:
         if named and (weights_only or not (Path(source) / MANIFEST).is_file()):
             self._start_from(Path(source), weights_only)
             return True
-        if named:
-            candidates = [Path(source)]
-        else:
-            found = find_snapshots(self.folder) if self.accelerator.is_main_process else []
-            candidates = gather([path for _, path in sorted(found, reverse=True)])[0]
+        candidates = [Path(source)] if named else self._candidates()
         refused = []
         for path in candidates:
             snapshot, fault = self._trusted(path)
@@ -311,6 +331,7 @@ class Checkpointer:
                 self._restore(snapshot)
                 return True
             refused.append(fault)
+            self._place.refused.add(path)
             logger.warning("skipped a snapshot: %s", fault, main_process_only=True)
         if refused:
             raise SnapshotError("no snapshot can be trusted: " + "; ".join(refused))
@@ -331,18 +352,39 @@ class Checkpointer:
 
     def _trusted(self, path: Path) -> tuple[Snapshot | None, str]:
         """Check a snapshot with all ranks, each its share of the files."""
-        snapshot, fault = None, ""
-        try:
+        snapshot = None
+        with attempt() as fault:
             snapshot = Snapshot.open(path)
             snapshot.verify(share=(self.accelerator.process_index, _ranks()))
-        except SnapshotError as error:
-            fault = str(error)
-        faults = [text for text in gather(fault) if text]
+        seen = snapshot.digest if snapshot is not None else (path / MANIFEST).exists()
+        everyones = gather((seen, fault))
+        digests = {digest for digest, _ in everyones if isinstance(digest, str)}
+        blind = [rank for rank, (digest, _) in enumerate(everyones) if digest is False]
+        if len(digests) > 1 or 0 < len(blind) < len(everyones):
+            what = f"ranks {blind} do not see it" if blind else "it is not the same on each of them"
+            raise SnapshotError(f"the ranks do not share {str(path)!r}: {what}. {_SHARED}")
+        faults = [texts[0] for _, texts in everyones if texts]
         return (None, faults[0]) if faults else (snapshot, "")
+
+    def _candidates(self) -> list[Path]:
+        """Return the folder's snapshots, the last committed first, as rank 0 sees them."""
+        with together(f"could not look for snapshots in {str(self.folder)!r}"):
+            found = self._place.arrive() if self.accelerator.is_main_process else []
+            sees = any(self.folder.glob("step-*"))
+        self._check_one_folder()
+        seers = [rank for rank, saw in enumerate(gather(sees)) if saw]
+        if seers and 0 not in seers:
+            what = f"ranks {seers} see snapshots there, rank 0 does not"
+            raise SnapshotError(f"the ranks do not share {str(self.folder)!r}: {what}. {_SHARED}")
+        candidates: list[Path] = gather(found)[0]
+        return candidates
 
     def _restore(self, snapshot: Snapshot) -> None:
         self.progress = restore(self.accelerator, snapshot)
-        self.steps = self._saved_at_step = snapshot.manifest["step"]
+        self.steps = snapshot.manifest["step"]
+        # One from elsewhere is not in this folder yet, should the loop ask for a save at once.
+        here = snapshot.folder.parent == self.folder
+        self._saved_at_step, self._saved_in = self.steps if here else -1, snapshot.folder
         self._saved_at = time.monotonic()
         self._places = decode(snapshot.manifest.get("data", {}))
         for name, batches in self._batches.items():

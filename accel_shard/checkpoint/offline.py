@@ -95,18 +95,18 @@ def differences(first: str | Path, second: str | Path) -> Iterator[str]:
 def prune(folder: str | Path, keep: int) -> list[Path]:
     """Remove all but the newest snapshots and the pinned ones, and return those removed.
 
+    What cannot be read as a snapshot neither counts nor goes: it may be somebody else's folder.
+
     Raises:
         ValueError: if nothing would be kept.
         SnapshotError: if there is none, or the newest that would stay cannot be read.
     """
     if keep < 1:
         raise ValueError(f"keep is {keep}. Allowed: whole numbers from 1 on.")
-    found = [path for _, path in _in(folder)]
-    Snapshot.open(found[0]).verify(contents=False)
-    removed = [path for path in found[keep:] if not (path / PIN).exists()]
-    for path in removed:
-        remove_snapshot(path)
-    return removed
+    listed = _in(folder)
+    found = [path for number, path in listed if number >= 0]
+    Snapshot.open(found[0] if found else listed[0][1]).verify(contents=False)
+    return [path for path in found[keep:] if not (path / PIN).exists() and remove_snapshot(path)]
 
 
 def export(

@@ -66,6 +66,7 @@ def plan_writes(layout: Layout) -> WritePlan:
     rank = dist.get_rank() if dist.is_initialized() else 0
     held = gather({key: (s.shape, s.dtype, [box for box, _ in s.parts]) for key, s in mine.items()})
     loads, index, write = [0] * len(held), {}, []
+    taken: set[str] = set()
     # The order of rank 0, then of what only others have, is the same everywhere.
     keys = dict.fromkeys(key for boxes in held for key in boxes)
     for key in keys:
@@ -75,6 +76,9 @@ def plan_writes(layout: Layout) -> WritePlan:
         for owner, box in parts:
             whole = box == Box.whole(shape)
             entry = key if whole else f"{key}@{'.'.join(map(str, box.offsets))}"
+            while entry in taken:  # a parameter may be called what a piece of another one is
+                entry += "~"
+            taken.add(entry)
             stored.append(Part(f"rank-{owner:05d}.safetensors", entry, box))
             if owner == rank:
                 write.append((entry, _cut(mine[key].parts, box)))

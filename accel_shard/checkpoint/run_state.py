@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.distributed as dist
+from accelerate.logging import get_logger
 
 from accel_shard.checkpoint import random_state
 from accel_shard.checkpoint.plain import decode, encode
 from accel_shard.checkpoint.plan import gather
 from accel_shard.checkpoint.snapshot import Snapshot
+from accel_shard.checkpoint.together import together
 from accel_shard.errors import SnapshotError
-from accel_shard.layout import Layout
+from accel_shard.layout import Layout, split_state_key
 
 if TYPE_CHECKING:
     from accel_shard.accelerator import PolicyAccelerator
 
 __all__ = ["collect", "restore", "restore_groups", "restore_random_state", "restore_weights"]
+
+logger = get_logger(__name__)
+
+# The loop's own things, as counts of a metric, of which a rank may hold another part than the next one.
+_MAY_DIFFER: Final = ("progress", "objects")
 
 
 def collect(accelerator: PolicyAccelerator, layout: Layout, progress: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
@@ -27,14 +36,40 @@ def collect(accelerator: PolicyAccelerator, layout: Layout, progress: Mapping[st
     Raises:
         SnapshotError: for something that only pickle could hold.
     """
-    model, _ = accelerator.trained
-    scalars: dict[str, dict[str, Any]] = {}
-    for theirs in gather(layout.scalars):
+    buffers = _buffers_of_my_own(layout)
+    scalars: dict[str, Any] = {}
+    with together("the optimizer's state cannot be saved, so nothing was"):
+        mine = {name: encode(values, f"optimizer state of {name}") for name, values in layout.scalars.items()}
+    for rank, theirs in enumerate(gather(mine)):
         for name, values in theirs.items():
-            scalars.setdefault(name, values)
-    facts = {
+            _check_same(name, scalars.setdefault(name, values), values, rank)
+    with together("the run's state cannot be saved, so nothing was"):
+        facts = _facts(accelerator, layout, progress, scalars)
+        own = encode({"random": random_state.capture(accelerator.device), "buffers": buffers}, "rank")
+    digests = gather({key: hashlib.blake2b(json.dumps(facts[key]).encode()).digest() for key in _MAY_DIFFER})
+    facts["differed"] = [key for key in _MAY_DIFFER if len({digest[key] for digest in digests}) > 1]
+    return facts, own | {"facts": {key: facts[key] for key in facts["differed"]}}
+
+
+def _check_same(name: str, first: dict[str, Any], values: dict[str, Any], rank: int) -> None:
+    """Refuse a state beside the sharded tensors in which ranks differ: the snapshot would hold one rank's only."""
+    for key in first.keys() | values.keys():
+        one, other = json.dumps(first.get(key)), json.dumps(values.get(key))  # as text: nan is itself there
+        if one != other:
+            raise SnapshotError(
+                f"the optimizer's state {key!r} of {name!r} is a number, or data without a shape, and rank {rank} has "
+                f"another than the ranks before it: {other[:80]} against {one[:80]}. Such a state must be the same on "
+                "every rank; keep what differs in a tensor of the parameter's shape."
+            )
+
+
+def _facts(
+    accelerator: PolicyAccelerator, layout: Layout, progress: Mapping[str, Any], scalars: dict[str, Any]
+) -> dict[str, Any]:
+    model, _ = accelerator.trained
+    return {
         "progress": encode(dict(progress), "progress"),
-        "optimizer": {"groups": encode(layout.groups, "param_groups"), "scalars": encode(scalars, "optimizer state")},
+        "optimizer": {"groups": encode(layout.groups, "param_groups"), "scalars": scalars},
         "schedulers": [encode(s.state_dict(), f"scheduler {i}") for i, s in enumerate(accelerator._schedulers)],
         "scaler": encode(accelerator.scaler.state_dict(), "scaler") if accelerator.scaler is not None else None,
         "objects": [
@@ -46,14 +81,10 @@ def collect(accelerator: PolicyAccelerator, layout: Layout, progress: Mapping[st
         "world_size": accelerator.num_processes,
         "policy": accelerator.policy.to_dict(),
     }
-    own = {"random": random_state.capture(accelerator.device), "buffers": _buffers_of_my_own(layout)}
-    return facts, encode(own, "rank")
 
 
 def _buffers_of_my_own(layout: Layout) -> dict[str, torch.Tensor]:
     """Return the buffers in which ranks differ, as running statistics do under FSDP: the snapshot proper has one."""
-    import hashlib
-
     whole = {name: part.cpu() for name, shard in layout.buffers.items() for _, part in shard.parts}
     digests = {n: hashlib.blake2b(t.reshape(-1).view(torch.uint8).numpy().tobytes()).digest() for n, t in whole.items()}
     everyones = gather(digests)
@@ -75,21 +106,30 @@ def restore(accelerator: PolicyAccelerator, snapshot: Snapshot) -> dict[str, Any
         restore_groups(client, backend.layout(accelerator, model, optimizer), decode(facts["optimizer"]["groups"]))
         backend.materialize(accelerator, model, optimizer, _state_shapes(snapshot), scalars)
     layout = backend.layout(accelerator, model, optimizer)
-    snapshot.read_into(layout)
-    if facts["world_size"] == accelerator.num_processes:
-        own = snapshot.rank_facts(accelerator.process_index)
-        assert own is not None, "a snapshot has facts of each of its ranks"
-        for name, value in decode(own["buffers"]).items():
-            for _, part in layout.buffers[name].parts:
-                part.copy_(value)
+    # What comes after may be collective: a rank that cannot read must not leave the others waiting there.
+    mine: dict[str, Any] = {}
+    with together(f"could not load {str(snapshot.folder)!r}; the run's state is no longer what it was"):
+        snapshot.read_into(layout)
+        if facts["world_size"] == accelerator.num_processes:
+            own = snapshot.rank_facts(accelerator.process_index)
+            assert own is not None, "a snapshot has facts of each of its ranks"
+            for name, value in decode(own["buffers"]).items():
+                for _, part in layout.buffers[name].parts:
+                    part.copy_(value)
+            mine = own.get("facts", {})
+        elif facts.get("differed"):
+            logger.warning(
+                "ranks differed in %s when %s was saved by %d ranks; now all %d get what rank 0 had",
+                " and ".join(facts["differed"]), snapshot.folder, facts["world_size"], accelerator.num_processes,
+            )  # fmt: skip
     backend.after_load(accelerator, model, optimizer)
     backend.set_counters(model, facts["counters"])
     _restore_each("scheduler", accelerator._schedulers, facts["schedulers"])
-    _restore_each("registered object", accelerator._custom_objects, facts["objects"])
+    _restore_each("registered object", accelerator._custom_objects, mine.get("objects", facts["objects"]))
     if accelerator.scaler is not None and facts["scaler"] is not None:
         accelerator.scaler.load_state_dict(decode(facts["scaler"]))
     accelerator.step = facts["micro_step"]
-    progress: dict[str, Any] = decode(facts["progress"])
+    progress: dict[str, Any] = decode(mine.get("progress", facts["progress"]))
     return progress
 
 
@@ -128,7 +168,7 @@ def _state_shapes(snapshot: Snapshot) -> dict[str, dict[str, tuple[tuple[int, ..
     shapes: dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]] = {}
     for key, stored in snapshot.manifest["tensors"].items():
         if key.startswith("optim."):
-            name, _, state = key.removeprefix("optim.").rpartition(".")
+            name, state = split_state_key(key)
             shapes.setdefault(name, {})[state] = (tuple(stored["shape"]), getattr(torch, stored["dtype"]))
     return shapes
 

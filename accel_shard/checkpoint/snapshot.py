@@ -11,8 +11,7 @@ import errno
 import json
 import math
 import shutil
-import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -20,8 +19,10 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
+from accel_shard.checkpoint.leftovers import claimed, partial_for, set_aside, sweep
 from accel_shard.checkpoint.plan import Part, StoredTensor, WritePlan, gather, plan_writes
 from accel_shard.checkpoint.storage import HASH, FileRecord, flush_folder, hash_file, write_json, write_tensors
+from accel_shard.checkpoint.together import attempt, listed, together
 from accel_shard.errors import SnapshotError
 from accel_shard.layout import Box, Layout, Shard, uncovered
 
@@ -53,7 +54,10 @@ def find_snapshots(folder: Path, known: dict[Path, int] | None = None) -> list[t
             not be read again; it names every piece of every tensor, which is much to read while training waits.
     """
     known, found = {} if known is None else known, []
-    for path in folder.glob("step-*"):
+    paths = list(folder.glob("step-*"))
+    for gone in known.keys() - set(paths):
+        del known[gone]  # its name may come again, with another number
+    for path in paths:
         try:
             if path not in known:
                 known[path] = int(Snapshot.open(path).manifest["sequence"])
@@ -63,11 +67,17 @@ def find_snapshots(folder: Path, known: dict[Path, int] | None = None) -> list[t
     return found
 
 
-def remove_snapshot(path: Path) -> None:
-    """Remove a snapshot. A rename comes first: a removal that is killed must not leave half of it under its name."""
-    trash = path.with_name(f".{path.name}.trash")
-    path.rename(trash)
+def remove_snapshot(path: Path) -> bool:
+    """Remove a snapshot, unless it was pinned at this very moment; return whether it is gone.
+
+    A rename comes first: a removal that is killed must not leave half of it under its name.
+    """
+    trash = set_aside(path)
+    if (trash / PIN).exists():
+        trash.rename(path)
+        return False
     shutil.rmtree(trash, ignore_errors=True)
+    return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,14 +98,18 @@ class StagedSnapshot:
         Raises:
             SnapshotError: on every rank, if any rank could not write; nothing appears under ``target`` then.
         """
+        # Until all have met after the commit, so that no other run takes this save for dead.
+        with contextlib.ExitStack() as claim:
+            self._write(claim, group)
+
+    def _write(self, claim: contextlib.ExitStack, group: dist.ProcessGroup | None) -> None:
         target, rank = self.target, dist.get_rank() if dist.is_initialized() else 0
-        partial = target.with_name(f".{target.name}.partial-{uuid.uuid4().hex[:12]}")
-        partial = Path(gather(str(partial), group)[0])
-        with _attempt() as made:
+        partial = Path(gather(str(partial_for(target)), group)[0])
+        with attempt() as made:
             if rank == 0:
-                self._make_room(partial)
+                self._make_room(partial, claim)
         _raise_together(target, partial, made, group)
-        with _attempt() as seen:
+        with attempt() as seen:
             if not partial.is_dir():
                 raise FileNotFoundError(
                     "the folder that rank 0 made is not there: the ranks do not share this disk. Save to a folder that "
@@ -104,22 +118,25 @@ class StagedSnapshot:
         _raise_together(target, partial, seen, group)
         name = f"rank-{rank:05d}"
         files: dict[str, FileRecord] = {}
-        with _attempt() as written:
+        with attempt() as written:
             if self.plan.mine:
                 files[f"{name}.safetensors"] = write_tensors(partial / f"{name}.safetensors", self.plan.mine)
             files[f"{name}.json"] = write_json(partial / f"{name}.json", self.own)
         everyones = gather(files, group)
         _raise_together(target, partial, written, group)
-        with _attempt() as committed:
+        with attempt() as committed:
             if rank == 0:
                 records = {file: asdict(record) for found in everyones for file, record in found.items()}
                 _commit(partial, target, _manifest(self.aliases, self.plan.index, records, self.facts))
         _raise_together(target, partial, committed, group)
 
-    def _make_room(self, partial: Path) -> None:
+    def _make_room(self, partial: Path, claim: contextlib.ExitStack) -> None:
         if self.target.exists():
             raise FileExistsError(f"{str(self.target)!r} exists already")
-        partial.mkdir(parents=True)
+        _make_durable(partial.parent)
+        sweep(partial.parent)  # before the space is looked at: a killed save's folder may be what fills the disk
+        claim.enter_context(claimed(partial))
+        partial.mkdir()
         needed = sum(math.prod(t.shape) * getattr(torch, t.dtype).itemsize for t in self.plan.index.values())
         free = shutil.disk_usage(partial).free
         if free < needed:
@@ -147,7 +164,8 @@ def stage_snapshot(
     """
     plan = plan_writes(layout)
     if buffers is not None:
-        plan = WritePlan(_to_host(plan.mine, buffers), plan.index)
+        with together("could not copy the state to host memory, so nothing was saved"):
+            plan = WritePlan(_to_host(plan.mine, buffers), plan.index)
     return StagedSnapshot(target, plan, dict(layout.aliases), dict(facts), dict(own))
 
 
@@ -189,7 +207,19 @@ def _commit(partial: Path, target: Path, manifest: dict[str, Any]) -> None:
     write_json(partial / MANIFEST, {"digest": _digest(manifest), "manifest": manifest})
     flush_folder(partial)
     partial.rename(target)
-    flush_folder(target.parent)
+    try:
+        flush_folder(target.parent)
+    except OSError:
+        target.rename(partial)  # what is reported as a failure must not stand there as a snapshot
+        raise
+
+
+def _make_durable(folder: Path) -> None:
+    """Make a folder and those above it, each of them flushed into the one above."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in missing:
+        flush_folder(path.parent)
 
 
 def _digest(manifest: Mapping[str, Any]) -> str:
@@ -198,24 +228,13 @@ def _digest(manifest: Mapping[str, Any]) -> str:
     return hashlib.blake2b(json.dumps(manifest, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
-@contextlib.contextmanager
-def _attempt() -> Iterator[list[str]]:
-    """Collect a failure of this rank instead of raising it: the other ranks are about to meet in a collective."""
-    failure: list[str] = []
-    try:
-        yield failure
-    except Exception as error:
-        failure.append(f"{type(error).__name__}: {error}")
-
-
 def _raise_together(target: Path, partial: Path, failure: list[str], group: dist.ProcessGroup | None) -> None:
     failures = {rank: found[0] for rank, found in enumerate(gather(failure, group)) if found}
     if not failures:
         return
     if not dist.is_initialized() or dist.get_rank() == 0:
         shutil.rmtree(partial, ignore_errors=True)
-    listed = "; ".join(f"rank {rank}: {text}" for rank, text in failures.items())
-    raise SnapshotError(f"could not write {str(target)!r}; nothing appeared there. {listed}")
+    raise SnapshotError(f"could not write {str(target)!r}; nothing appeared there. {listed(failures)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,6 +243,8 @@ class Snapshot:
 
     folder: Path
     manifest: dict[str, Any]
+    digest: str
+    """Of the manifest, and so of all that it names."""
 
     @classmethod
     def open(cls, folder: str | Path) -> Snapshot:
@@ -246,7 +267,7 @@ class Snapshot:
             raise SnapshotError(
                 f"{str(path)!r} has format {manifest['format']}; this version of accel_shard reads up to {FORMAT}."
             )
-        return cls(path, manifest)
+        return cls(path, manifest, digest)
 
     def verify(self, *, contents: bool = True, share: tuple[int, int] = (0, 1)) -> None:
         """Compare every file with the manifest. Local: communicates nothing.

@@ -71,12 +71,24 @@ def resumed(folder: str, answer: int) -> None:
     checkpointer.save()  # what a crash left behind is in nobody's way
 
 
-def run(target: Callable[..., None], *args: Any) -> int:
+def run(target: Callable[..., None], *args: Any, limit: float = 200.0) -> int:
     process = CONTEXT.Process(target=target, args=args)
     process.start()
-    process.join(200)
-    assert process.exitcode is not None, "hangs"
+    process.join(limit)
+    if process.exitcode is None:
+        process.kill()
+        raise TimeoutError(f"{target.__name__} outlasted {limit} s")
     return process.exitcode
+
+
+def warm_up() -> None:
+    """Import, before the forks, what each of them would import for itself; the optimizer's class alone takes seconds."""
+    import deepspeed  # noqa: F401  # Accelerate asks it whether a model is its own
+    import torch
+    from accelerate import Accelerator  # noqa: F401
+
+    torch.set_num_threads(1)
+    torch.optim.AdamW(torch.nn.Linear(1, 1).parameters())
 
 
 def forked(target: Callable[..., None], *args: Any) -> int:
@@ -94,10 +106,7 @@ def forked(target: Callable[..., None], *args: Any) -> int:
 
 def kill_everywhere(folder: str, answer: Any) -> None:
     """Kill a save after 0, 1, 2, ... operations until it survives; report what each left behind."""
-    import torch
-    from accelerate import Accelerator  # noqa: F401  # imported before the forks
-
-    torch.set_num_threads(1)
+    warm_up()
     for operation in range(100):
         place = f"{folder}/{operation}"
         code = forked(save_and_die, place, operation)
