@@ -8,7 +8,6 @@ import datetime
 import signal
 import threading
 import time
-from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -16,17 +15,19 @@ import torch
 import torch.distributed as dist
 from accelerate.logging import get_logger
 
-from accel_shard.checkpoint.plan import gather
-from accel_shard.checkpoint.run_state import collect, restore, restore_random_state
+from accel_shard.checkpoint.plan import Answer, gather, on_rank_zero
+from accel_shard.checkpoint.run_state import Offer, collect, restore, restore_random_state
 from accel_shard.checkpoint.snapshot import (
     MANIFEST,
     PIN,
     Snapshot,
     StagedSnapshot,
     find_snapshots,
+    next_snapshot,
     remove_snapshot,
-    stage_snapshot,
 )
+from accel_shard.checkpoint.staging import Stager
+from accel_shard.checkpoint.stores import Place, place
 from accel_shard.errors import SnapshotError
 
 if TYPE_CHECKING:
@@ -48,7 +49,8 @@ class Checkpointer:
 
     Args:
         accelerator: with exactly one prepared model and one optimizer.
-        folder: where the snapshots are; all ranks must see it.
+        folder: where the snapshots are: a folder, or a URL that fsspec knows (``s3://bucket/run``); all ranks must
+            see it.
         every: save each so many optimizer steps; None never by itself.
         minutes: save when so many minutes have passed since the last one; None never.
         keep: how many of the newest snapshots stay; None is all. Pinned ones stay beside them.
@@ -64,7 +66,7 @@ class Checkpointer:
     def __init__(
         self,
         accelerator: PolicyAccelerator,
-        folder: str | Path,
+        folder: str | Place,
         *,
         every: int | None = None,
         minutes: float | None = None,
@@ -75,12 +77,13 @@ class Checkpointer:
         for name, value in (("every", every), ("minutes", minutes), ("keep", keep), ("patience", patience)):
             if value is not None and value <= 0:
                 raise ValueError(f"{name} is {value!r}. Allowed: a number above 0, or None for off.")
-        self.accelerator, self.folder = accelerator, Path(folder)
+        self.accelerator, self.folder = accelerator, place(folder)
         self.every, self.minutes, self.keep = every, minutes, keep
         self.steps = 0
         self.progress: dict[str, Any] = {}
         self._asked = self._signalled = False
         self._saved_at_step, self._saved_at = -1, time.monotonic()
+        self._saved_as: Place | None = None
         self._former: dict[int, Any] = {}
         self._patience = datetime.timedelta(seconds=patience)
         # Over the hosts, so that no device has to be waited for: a group to agree on signals and clocks, one to meet
@@ -89,10 +92,10 @@ class Checkpointer:
         self._control = dist.new_group(backend="gloo") if several else None
         self._meeting = dist.new_group(backend="gloo", timeout=self._patience) if several else None
         self._writers = dist.new_group(backend="gloo") if several else None
-        self._buffers: dict[str, torch.Tensor] | None = {} if background else None
+        self._background, self._stager = background, Stager(background=background)
         self._thread: threading.Thread | None = None
         self._failure: SnapshotError | None = None
-        self._known: dict[Path, int] = {}
+        self._known: dict[Place, int] = {}
         accelerator.before_end.append(self.wait)
         atexit.register(self._last_wait)  # for those who use no `with`
 
@@ -147,7 +150,7 @@ class Checkpointer:
             raise SystemExit(PREEMPTED)
         return due or late or self._saved_at_step == self.steps
 
-    def save(self) -> Path | None:
+    def save(self) -> Place | None:
         """Save now, or at the end of the accumulation window if one is open (then None is returned).
 
         Every rank must call it. In the background the folder appears some time later; :meth:`wait` waits for it.
@@ -159,35 +162,34 @@ class Checkpointer:
             self._asked = True
             return None
         self._asked = False
-        target = self.folder / f"step-{self.steps:09d}"
         if self._saved_at_step == self.steps:
-            return target
+            return self._saved_as
         self._meet()
         self.wait()
         started = time.monotonic()
         model, optimizer = self.accelerator.trained
-        layout = self.accelerator.backend.layout(self.accelerator, model, optimizer)
-        facts, own = collect(self.accelerator, layout, self.progress)
-        existing = gather(find_snapshots(self.folder, self._known) if self.accelerator.is_main_process else None)[0]
-        newest = max((number for number, _ in existing), default=0)
-        if target.name in {path.name for _, path in existing}:
-            # A folder that an earlier run filled further than this one has come: its snapshots keep their names.
-            target = target.with_name(f"{target.name}-{newest + 1}")
-        facts |= {"step": self.steps, "sequence": newest + 1}
-        staged = stage_snapshot(target, layout, facts, own, self._buffers)
-        if self._buffers is None:
+        with torch.no_grad():  # else every local part of a DTensor is taken through autograd, while training waits
+            layout = self.accelerator.backend.layout(self.accelerator, model, optimizer)
+        # All that the ranks must tell each other, in one collective: each is a wait, and training waits too.
+        free = Answer.ask(lambda: next_snapshot(self.folder, self.steps, self._known))
+        told = gather((free, self._stager.unchanged(layout), Offer.of(layout)))
+        target, sequence = told[0][0].result()
+        facts, own = collect(self.accelerator, layout, self.progress, [offer for _, _, offer in told])
+        facts |= {"step": self.steps, "sequence": sequence}
+        staged = self._stager.stage(target, layout, facts, own, keep_plan=all(same for _, same, _ in told))
+        if not self._background:
             self._write(staged, None)
         else:
             self._thread = threading.Thread(
                 target=self._write_quietly, args=(staged,), name="accel_shard save", daemon=True
             )
             self._thread.start()
-        self._saved_at_step, self._saved_at = self.steps, time.monotonic()
+        self._saved_at_step, self._saved_as, self._saved_at = self.steps, target, time.monotonic()
         stood = time.monotonic() - started
         logger.info(
             "step %d: training stood still for %.3f s to save %s", self.steps, stood, target, main_process_only=True
         )
-        return target
+        return self._saved_as
 
     def _meet(self) -> None:
         if self._meeting is None:
@@ -238,13 +240,13 @@ class Checkpointer:
         except SnapshotError as error:
             logger.error("%s", error)
 
-    def pin(self, snapshot: str | Path) -> None:
+    def pin(self, snapshot: str | Place) -> None:
         """Keep a snapshot whatever :attr:`keep` says. Local; rank 0 alone need call it.
 
         Raises:
             SnapshotError: if there is no such snapshot.
         """
-        folder = Path(snapshot)
+        folder = place(snapshot)
         if not (folder / MANIFEST).is_file():
             raise SnapshotError(f"{str(folder)!r} is no snapshot, so it cannot be pinned.")
         (folder / PIN).touch()
@@ -264,12 +266,12 @@ class Checkpointer:
 
     # ---- resuming --------------------------------------------------------------------------------------------
 
-    def resume(self, source: str | Path = "auto") -> bool:
+    def resume(self, source: str | Place = "auto") -> bool:
         """Go on from a snapshot, whatever policy and number of ranks wrote it. Every rank must call it.
 
         Args:
             source: ``auto`` for the newest in the folder that can be trusted, ``none`` for a fresh start, or the path
-                of one snapshot, which then must be good.
+                or URL of one snapshot, which then must be good.
 
         Returns:
             Whether there was one; False is a fresh start.
@@ -282,10 +284,9 @@ class Checkpointer:
             return False
         named = source != "auto"
         if named:
-            candidates = [Path(source)]
+            candidates = [place(source)]
         else:
-            found = find_snapshots(self.folder) if self.accelerator.is_main_process else []
-            candidates = gather([path for _, path in sorted(found, reverse=True)])[0]
+            candidates = on_rank_zero(lambda: [path for _, path in sorted(find_snapshots(self.folder), reverse=True)])
         refused = []
         for path in candidates:
             snapshot, fault = self._trusted(path)
@@ -298,7 +299,7 @@ class Checkpointer:
             raise SnapshotError("no snapshot can be trusted: " + "; ".join(refused))
         return False
 
-    def _trusted(self, path: Path) -> tuple[Snapshot | None, str]:
+    def _trusted(self, path: Place) -> tuple[Snapshot | None, str]:
         """Check a snapshot with all ranks, each its share of the files."""
         snapshot, fault = None, ""
         try:
@@ -312,7 +313,7 @@ class Checkpointer:
     def _restore(self, snapshot: Snapshot) -> None:
         self.progress = restore(self.accelerator, snapshot)
         self.steps = self._saved_at_step = snapshot.manifest["step"]
-        self._saved_at = time.monotonic()
+        self._saved_as, self._saved_at = snapshot.folder, time.monotonic()
         former = snapshot.manifest["world_size"]
         note = "" if former == _ranks() else f" (saved by {former} ranks; new ranks got random streams of their own)"
         logger.info("resumed %s after step %d%s", snapshot.folder, self.steps, note, main_process_only=True)

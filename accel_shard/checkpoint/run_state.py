@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from accel_shard.checkpoint import random_state
 from accel_shard.checkpoint.plain import decode, encode
-from accel_shard.checkpoint.plan import gather
 from accel_shard.checkpoint.snapshot import Snapshot
 from accel_shard.errors import SnapshotError
 from accel_shard.layout import Layout
@@ -18,20 +18,38 @@ from accel_shard.layout import Layout
 if TYPE_CHECKING:
     from accel_shard.accelerator import PolicyAccelerator
 
-__all__ = ["collect", "restore", "restore_random_state"]
+__all__ = ["Offer", "collect", "restore", "restore_random_state"]
 
 
-def collect(accelerator: PolicyAccelerator, layout: Layout, progress: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
-    """Return what the manifest gets beside tensors, and what this rank keeps of its own. Every rank must call it.
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What the ranks must tell each other before :func:`collect`: scalars of optimizer state, and hashes of buffers."""
+
+    scalars: dict[str, dict[str, Any]]
+    digests: dict[str, bytes]
+
+    @classmethod
+    def of(cls, layout: Layout) -> Offer:
+        """Make this rank's. Local: communicates nothing; waits for the device."""
+        return cls(_numbers(layout.scalars), _digests(_buffers(layout)))
+
+
+def collect(
+    accelerator: PolicyAccelerator, layout: Layout, progress: Mapping[str, Any], offers: Sequence[Offer]
+) -> tuple[dict[str, Any], Any]:
+    """Return what the manifest gets beside tensors, and what this rank keeps of its own. Local: communicates nothing.
+
+    Args:
+        accelerator: whose run it is.
+        layout: of this rank.
+        progress: of the loop's own.
+        offers: of all ranks.
 
     Raises:
         SnapshotError: for something that only pickle could hold.
     """
     model, _ = accelerator.trained
-    scalars: dict[str, dict[str, Any]] = {}
-    for theirs in gather(layout.scalars):
-        for name, values in theirs.items():
-            scalars.setdefault(name, values)
+    scalars = _scalars([offer.scalars for offer in offers])
     facts = {
         "progress": encode(dict(progress), "progress"),
         "optimizer": {"groups": encode(layout.groups, "param_groups"), "scalars": encode(scalars, "optimizer state")},
@@ -46,18 +64,61 @@ def collect(accelerator: PolicyAccelerator, layout: Layout, progress: Mapping[st
         "world_size": accelerator.num_processes,
         "policy": accelerator.policy.to_dict(),
     }
-    own = {"random": random_state.capture(accelerator.device), "buffers": _buffers_of_my_own(layout)}
+    own = {"random": random_state.capture(accelerator.device), "buffers": _of_my_own(_buffers(layout), offers)}
     return facts, encode(own, "rank")
 
 
-def _buffers_of_my_own(layout: Layout) -> dict[str, torch.Tensor]:
-    """Return the buffers in which ranks differ, as running statistics do under FSDP: the snapshot proper has one."""
+class _Number(NamedTuple):
+    dtype: str
+    value: Any
+
+
+def _numbers(scalars: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Turn tensors of no dimension into numbers with their dtypes: a step count a parameter, and tensors pickle slowly.
+
+    They are taken off their device together, since each alone would wait for it.
+    """
+    alike: dict[tuple[torch.dtype, torch.device], list[tuple[str, str]]] = {}
+    plain: dict[str, dict[str, Any]] = {name: dict(values) for name, values in scalars.items()}
+    for name, values in scalars.items():
+        for key, value in values.items():
+            if isinstance(value, torch.Tensor):
+                alike.setdefault((value.dtype, value.device), []).append((name, key))
+    for (dtype, _), places in alike.items():
+        found = torch.stack([scalars[name][key].detach() for name, key in places]).tolist()
+        for (name, key), number in zip(places, found, strict=True):
+            plain[name][key] = _Number(str(dtype).removeprefix("torch."), number)
+    return plain
+
+
+def _scalars(everyones: list[dict[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """Put together what all ranks have, as tensors where they were."""
+    merged: dict[str, dict[str, Any]] = {}
+    for theirs in everyones:
+        for name, values in theirs.items():
+            merged.setdefault(name, values)
+    return {
+        name: {
+            key: torch.tensor(value.value, dtype=getattr(torch, value.dtype)) if isinstance(value, _Number) else value
+            for key, value in values.items()
+        }
+        for name, values in merged.items()
+    }
+
+
+def _buffers(layout: Layout) -> dict[str, torch.Tensor]:
+    return {name: part.cpu() for name, shard in layout.buffers.items() for _, part in shard.parts}
+
+
+def _digests(buffers: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
     import hashlib
 
-    whole = {name: part.cpu() for name, shard in layout.buffers.items() for _, part in shard.parts}
-    digests = {n: hashlib.blake2b(t.reshape(-1).view(torch.uint8).numpy().tobytes()).digest() for n, t in whole.items()}
-    everyones = gather(digests)
-    return {name: tensor for name, tensor in whole.items() if any(d[name] != digests[name] for d in everyones)}
+    return {n: hashlib.blake2b(t.reshape(-1).view(torch.uint8).numpy().tobytes()).digest() for n, t in buffers.items()}
+
+
+def _of_my_own(buffers: Mapping[str, torch.Tensor], offers: Sequence[Offer]) -> dict[str, torch.Tensor]:
+    """Return the buffers in which ranks differ, as running statistics do under FSDP: the snapshot proper has one."""
+    return {name: tensor for name, tensor in buffers.items() if len({offer.digests[name] for offer in offers}) > 1}
 
 
 def restore(accelerator: PolicyAccelerator, snapshot: Snapshot) -> dict[str, Any]:

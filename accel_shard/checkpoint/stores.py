@@ -1,0 +1,432 @@
+"""Where snapshots are: a folder on a disk that all ranks see, or below a URL that fsspec knows (an object store).
+
+A :class:`Store` is how a snapshot comes to be and goes in one kind of place. On a disk its files are written into a
+folder beside, flushed, and appear by one rename. An object store has neither rename nor flush: files go under a name
+that is new, and ``manifest.json``, put last, is the commit; a folder without it is no snapshot.
+
+Whether a place can be reached, and with which credentials, is fsspec's to say (its configuration files and ``FSSPEC_*``
+variables, and those of the library behind it, such as ``AWS_ENDPOINT_URL``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+from accel_shard.errors import SnapshotError
+
+__all__ = ["MANIFEST", "Place", "RemotePath", "Sink", "Source", "Store", "flush_folder", "place", "store_of"]
+
+MANIFEST: Final = "manifest.json"
+_FOLDERS: Final = "step-"
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class RemotePath:
+    """A file or folder below a URL, with the few methods of :class:`pathlib.Path` that snapshots need."""
+
+    url: str
+
+    def __str__(self) -> str:
+        return self.url
+
+    def __truediv__(self, name: str) -> RemotePath:
+        return RemotePath(f"{self.url.rstrip('/')}/{name}")
+
+    @property
+    def name(self) -> str:
+        """The last part of the path."""
+        return self.url.rstrip("/").rpartition("/")[2]
+
+    @property
+    def parent(self) -> RemotePath:
+        """The folder that this is in."""
+        return RemotePath(self.url.rstrip("/").rpartition("/")[0])
+
+    def with_name(self, name: str) -> RemotePath:
+        """Return the path of a neighbour."""
+        return self.parent / name
+
+    def exists(self) -> bool:
+        """Ask the store."""
+        with self.opened() as (system, path):
+            return bool(system.exists(path))
+
+    def is_file(self) -> bool:
+        """Ask the store."""
+        with self.opened() as (system, path):
+            return bool(system.isfile(path))
+
+    def read_bytes(self) -> bytes:
+        """Fetch a whole file."""
+        with self.opened() as (system, path):
+            return bytes(system.cat_file(path))
+
+    def read_text(self, encoding: str = "utf-8") -> str:
+        """Fetch a whole file."""
+        return self.read_bytes().decode(encoding)
+
+    def touch(self) -> None:
+        """Put an empty file there."""
+        with self.opened() as (system, path):
+            system.pipe_file(path, b"")
+
+    def unlink(self) -> None:
+        """Remove a file."""
+        with self.opened() as (system, path):
+            system.rm_file(path)
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[tuple[Any, str]]:
+        """Give the fsspec file system and its own path, and turn what the libraries behind it raise into OSError."""
+        try:
+            yield _file_system(self.url)
+        except (OSError, SnapshotError):
+            raise
+        except Exception as error:
+            raise OSError(errno.EIO, f"{type(error).__name__}: {error}", self.url) from error
+
+
+Place: TypeAlias = Path | RemotePath
+
+
+def place(where: str | Path | RemotePath) -> Place:
+    """Return the place that a path or a URL names. Local: communicates nothing.
+
+    Raises:
+        ValueError: for a URL that was a :class:`~pathlib.Path` on its way, or that chains two.
+        SnapshotError: if fsspec, or what it needs for this kind of URL, is not installed.
+    """
+    if isinstance(where, RemotePath):
+        return where
+    text = str(where)
+    first = Path(text).parts[:1]
+    if "://" not in text:
+        if first and first[0].endswith(":") and len(first[0]) > 2:
+            raise ValueError(
+                f"{text!r} looks like a URL that was made a Path, which takes one of its slashes. Pass URLs as str."
+            )
+        return Path(where)
+    if "::" in text:
+        raise ValueError(f"{text!r} chains URLs. Allowed: one URL that can be written to, such as s3://bucket/run.")
+    _file_system(text)
+    return RemotePath(text.rstrip("/"))
+
+
+def _file_system(url: str) -> tuple[Any, str]:
+    try:
+        import fsspec
+    except ImportError:
+        raise SnapshotError(f"{url!r} is a URL, which needs fsspec: pip install 'accel_shard[remote]'.") from None
+    try:
+        # A listing that was kept would not show what another rank, or another run, has put there since.
+        system, path = fsspec.core.url_to_fs(url, use_listings_cache=False)
+    except ImportError as error:
+        raise SnapshotError(f"{url!r} needs a package that is not installed: {error}") from error
+    except ValueError as error:
+        raise SnapshotError(f"{url!r} is no URL that fsspec knows: {error}") from error
+    return system, str(path)
+
+
+class Sink(ABC):
+    """A new file that is being written."""
+
+    @abstractmethod
+    def write(self, data: bytes | memoryview) -> None:
+        """Write all of it."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Close the file; when this returns it is durable."""
+
+    @abstractmethod
+    def discard(self) -> None:
+        """Give up a file that could not be written."""
+
+
+class Source(ABC):
+    """A file that is read in ranges, from several threads at once.
+
+    Attributes:
+        size: of the file, in bytes.
+    """
+
+    size: int
+
+    @abstractmethod
+    def read_into(self, at: int, target: memoryview) -> None:
+        """Fill ``target`` with the bytes from ``at`` on; fewer are an :class:`OSError`."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of the file."""
+
+
+class Store(ABC):
+    """How snapshots are made, found and removed in one kind of place.
+
+    Attributes:
+        readers: threads that read at once; what is far away is worth more of them.
+        gap: bytes that are rather read in vain than left out by a second request.
+    """
+
+    readers: int
+    gap: int
+
+    @abstractmethod
+    def folders(self, root: Any) -> list[Any]:
+        """List what may be snapshots."""
+
+    @abstractmethod
+    def committed(self, folder: Any) -> bool:
+        """Tell whether a folder is, or ever was, a snapshot; else it is what a save left that did not end."""
+
+    @abstractmethod
+    def begin(self, target: Any, needed: int) -> Any:
+        """Return the folder to write the files of ``target`` to. Rank 0 alone calls it.
+
+        Raises:
+            OSError: if the target exists, or has no room for ``needed`` bytes.
+        """
+
+    @abstractmethod
+    def check_shared(self, work: Any) -> None:
+        """Check on another rank that it sees what :meth:`begin` made."""
+
+    @abstractmethod
+    def create(self, path: Any) -> Sink:
+        """Create a file that does not exist."""
+
+    @abstractmethod
+    def check_arrived(self, work: Any, sizes: Mapping[str, int]) -> None:
+        """Check on rank 0, before the manifest is written, that the files of all ranks are there."""
+
+    @abstractmethod
+    def commit(self, work: Any, target: Any) -> None:
+        """Make the snapshot be: ``work`` has all files and its manifest came last. Rank 0 alone calls it."""
+
+    @abstractmethod
+    def abandon(self, work: Any) -> None:
+        """Remove what a failed save has written, as far as that can be done."""
+
+    @abstractmethod
+    def remove(self, folder: Any) -> None:
+        """Remove a snapshot, so that one killed on the way leaves no half of it that looks whole."""
+
+    @abstractmethod
+    def source(self, path: Any) -> Source:
+        """Open a file for reading in ranges."""
+
+
+class _DiskSink(Sink):
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("xb", buffering=0)
+
+    def write(self, data: bytes | memoryview) -> None:
+        rest = memoryview(data)
+        while rest:
+            rest = rest[self._file.write(rest) :]
+
+    def finish(self) -> None:
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+    def discard(self) -> None:
+        self._file.close()
+
+
+class _DiskSource(Source):
+    def __init__(self, path: Path) -> None:
+        self._path, self._handle = path, os.open(path, os.O_RDONLY)
+        self.size = os.fstat(self._handle).st_size
+
+    def read_into(self, at: int, target: memoryview) -> None:
+        while target:
+            count = os.preadv(self._handle, [target], at)
+            if not count:
+                raise OSError(errno.EIO, f"ends at byte {at}", str(self._path))
+            at, target = at + count, target[count:]
+
+    def close(self) -> None:
+        os.close(self._handle)
+
+
+class _Disk(Store):
+    readers = 2
+    gap = 1 << 16
+
+    def folders(self, root: Path) -> list[Path]:
+        return list(root.glob(f"{_FOLDERS}*"))
+
+    def committed(self, folder: Path) -> bool:
+        return True  # its name came by the rename
+
+    def begin(self, target: Path, needed: int) -> Path:
+        if target.exists():
+            raise FileExistsError(f"{str(target)!r} exists already")
+        work = target.with_name(f".{target.name}.partial-{uuid.uuid4().hex[:12]}")
+        work.mkdir(parents=True)
+        free = shutil.disk_usage(work).free
+        if free < needed:
+            self.abandon(work)
+            raise OSError(errno.ENOSPC, f"{needed:,} bytes are needed and {free:,} are free")
+        return work
+
+    def check_shared(self, work: Path) -> None:
+        if not work.is_dir():
+            raise FileNotFoundError(
+                "the folder that rank 0 made is not there: the ranks do not share this disk. Save to a folder that "
+                "all nodes see"
+            )
+
+    def create(self, path: Path) -> Sink:
+        return _DiskSink(path)
+
+    def check_arrived(self, work: Path, sizes: Mapping[str, int]) -> None:
+        """Every rank saw the folder that its files are in, and flushed them."""
+
+    def commit(self, work: Path, target: Path) -> None:
+        flush_folder(work)
+        work.rename(target)
+        flush_folder(target.parent)
+
+    def abandon(self, work: Path) -> None:
+        shutil.rmtree(work, ignore_errors=True)
+
+    def remove(self, folder: Path) -> None:
+        trash = folder.with_name(f".{folder.name}.trash")
+        folder.rename(trash)
+        shutil.rmtree(trash, ignore_errors=True)
+
+    def source(self, path: Path) -> Source:
+        return _DiskSource(path)
+
+
+class _RemoteSink(Sink):
+    def __init__(self, path: RemotePath) -> None:
+        self._path, self._written = path, 0
+        with path.opened() as (system, inner):
+            try:
+                self._file = system.open(inner, "wb")
+            except FileNotFoundError:  # a file system that has real folders
+                system.makedirs(system._parent(inner), exist_ok=True)
+                self._file = system.open(inner, "wb")
+
+    def write(self, data: bytes | memoryview) -> None:
+        with self._path.opened():
+            self._file.write(data)
+        self._written += len(data)
+
+    def finish(self) -> None:
+        with self._path.opened() as (system, inner):
+            self._file.close()
+            arrived = system.info(inner)["size"]
+        if arrived != self._written:
+            raise OSError(errno.EIO, f"{arrived} of {self._written} bytes arrived", str(self._path))
+
+    def discard(self) -> None:
+        # Closing would put what there is so far; most kinds of file can be told to forget it.
+        with contextlib.suppress(Exception):
+            self._file.discard()
+            self._file.closed = True
+
+
+class _RemoteSource(Source):
+    def __init__(self, path: RemotePath) -> None:
+        self._path = path
+        with path.opened() as (system, inner):
+            self.size = int(system.info(inner)["size"])
+
+    def read_into(self, at: int, target: memoryview) -> None:
+        with self._path.opened() as (system, inner):
+            data = system.cat_file(inner, start=at, end=at + len(target)) if target else b""
+        if len(data) != len(target):
+            raise OSError(errno.EIO, f"gave {len(data)} of {len(target)} bytes from {at} on", str(self._path))
+        target[:] = data
+
+    def close(self) -> None:
+        """Nothing is held between two requests."""
+
+
+class _Remote(Store):
+    readers = 8
+    gap = 1 << 20
+
+    def folders(self, root: RemotePath) -> list[RemotePath]:
+        with root.opened() as (system, path):
+            try:
+                found = _listing(system, path)
+            except FileNotFoundError:
+                return []
+        return [root / name for name in sorted(found) if name.startswith(_FOLDERS)]
+
+    def committed(self, folder: RemotePath) -> bool:
+        return (folder / MANIFEST).exists()
+
+    def begin(self, target: RemotePath, needed: int) -> RemotePath:
+        if target.exists():
+            raise FileExistsError(f"{str(target)!r} exists already")
+        return target
+
+    def check_shared(self, work: RemotePath) -> None:
+        """There is nothing to see before the first file is there; all are looked for before the commit."""
+
+    def create(self, path: RemotePath) -> Sink:
+        return _RemoteSink(path)
+
+    def check_arrived(self, work: RemotePath, sizes: Mapping[str, int]) -> None:
+        with work.opened() as (system, path):
+            there = _listing(system, path)
+        for name, size in sizes.items():
+            if there.get(name) != size:
+                raise FileNotFoundError(
+                    f"{str(work / name)!r} should have {size} bytes, and rank 0 sees {there.get(name, 'none')}: the "
+                    "ranks do not share this store (memory:// is one process's own), or somebody removes files from it"
+                )
+
+    def commit(self, work: RemotePath, target: RemotePath) -> None:
+        """The manifest is there: that was it."""
+
+    def abandon(self, work: RemotePath) -> None:
+        with contextlib.suppress(OSError):
+            self.remove(work)
+
+    def remove(self, folder: RemotePath) -> None:
+        manifest = folder / MANIFEST
+        if manifest.exists():
+            manifest.unlink()
+        with folder.opened() as (system, path):
+            system.rm(path, recursive=True)
+
+    def source(self, path: RemotePath) -> Source:
+        return _RemoteSource(path)
+
+
+def _listing(system: Any, path: str) -> dict[str, int | None]:
+    system.invalidate_cache(path)
+    return {str(e["name"]).rstrip("/").rpartition("/")[2]: e.get("size") for e in system.ls(path, detail=True)}
+
+
+_DISK, _REMOTE = _Disk(), _Remote()
+
+
+def store_of(where: Place) -> Store:
+    """Return how snapshots are handled at a place."""
+    return _REMOTE if isinstance(where, RemotePath) else _DISK
+
+
+def flush_folder(path: Path) -> None:
+    """Make a folder's entries durable, so that a file in it or a rename of it survives a power cut."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
