@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from accelerate.logging import get_logger
 
+from accel_shard.checkpoint.places import Place, place
 from accel_shard.checkpoint.plan import Answer, gather, on_rank_zero
 from accel_shard.checkpoint.run_state import Offer, collect, restore, restore_random_state
 from accel_shard.checkpoint.snapshot import (
@@ -27,7 +28,6 @@ from accel_shard.checkpoint.snapshot import (
     remove_snapshot,
 )
 from accel_shard.checkpoint.staging import Stager
-from accel_shard.checkpoint.stores import Place, place
 from accel_shard.errors import SnapshotError
 
 if TYPE_CHECKING:
@@ -255,14 +255,13 @@ class Checkpointer:
         """Remove what :attr:`keep` does not keep; only ever called after a newer commit."""
         if self.keep is None or not self.accelerator.is_main_process:
             return
-        for _, path in sorted(find_snapshots(self.folder, self._known), reverse=True)[self.keep :]:
-            if (path / PIN).exists():
-                continue
-            try:
-                self._known.pop(path, None)
-                remove_snapshot(path)
-            except OSError as error:  # the new snapshot is safe, and the other ranks know nothing of this
-                logger.warning("could not remove the old snapshot %s: %s", path, error)
+        try:
+            for _, path in sorted(find_snapshots(self.folder, self._known), reverse=True)[self.keep :]:
+                if not (path / PIN).exists():
+                    self._known.pop(path, None)
+                    remove_snapshot(path)
+        except OSError as error:  # the new snapshot is safe, and the other ranks know nothing of this
+            logger.warning("could not remove old snapshots from %s: %s", self.folder, error)
 
     # ---- resuming --------------------------------------------------------------------------------------------
 

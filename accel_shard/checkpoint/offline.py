@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
+from accel_shard.checkpoint.places import Place, place
 from accel_shard.checkpoint.snapshot import PIN, Snapshot, find_snapshots, remove_snapshot
-from accel_shard.checkpoint.stores import Place, place
 from accel_shard.errors import SnapshotError
 from accel_shard.export import ShardWriter, parse_size
 from accel_shard.layout import Shard

@@ -16,9 +16,10 @@ from typing import Any, Final
 
 import torch
 
+from accel_shard.checkpoint.places import Place
 from accel_shard.checkpoint.plan import Part, StoredTensor
 from accel_shard.checkpoint.storage import DTYPE_NAMES, bytes_of
-from accel_shard.checkpoint.stores import Place, store_of
+from accel_shard.checkpoint.stores import store_of
 from accel_shard.errors import SnapshotError
 from accel_shard.layout import Box, uncovered
 

@@ -18,10 +18,11 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
+from accel_shard.checkpoint.places import Place, place
 from accel_shard.checkpoint.plan import Part, StoredTensor, WritePlan, gather
 from accel_shard.checkpoint.reading import Reading
 from accel_shard.checkpoint.storage import HASH, FileRecord, file_size, hash_file, write_json, write_tensors, write_text
-from accel_shard.checkpoint.stores import MANIFEST, Place, place, store_of
+from accel_shard.checkpoint.stores import MANIFEST, store_of
 from accel_shard.errors import SnapshotError
 from accel_shard.layout import Box, Layout, Shard, uncovered
 

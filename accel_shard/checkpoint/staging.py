@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from accel_shard.checkpoint.places import Place
 from accel_shard.checkpoint.plan import Planner, WritePlan
 from accel_shard.checkpoint.snapshot import StagedSnapshot
-from accel_shard.checkpoint.stores import Place
 from accel_shard.layout import Layout
 
 __all__ = ["HostMemory", "Stager"]

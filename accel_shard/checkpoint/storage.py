@@ -17,7 +17,8 @@ from typing import Any, Final
 
 import torch
 
-from accel_shard.checkpoint.stores import Place, store_of
+from accel_shard.checkpoint.places import Place
+from accel_shard.checkpoint.stores import store_of
 from accel_shard.errors import SnapshotError
 
 __all__ = [
@@ -151,6 +152,8 @@ def _runs(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
     """Yield the tensors' bytes in host memory, those of neighbours in one storage together."""
     run: torch.Tensor | None = None
     for tensor in tensors:
+        if not tensor.numel():
+            continue
         flat = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
         if run is not None and run.data_ptr() + run.numel() == flat.data_ptr() and _one_storage(run, flat):
             run = run.as_strided((run.numel() + flat.numel(),), (1,))

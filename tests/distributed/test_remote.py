@@ -170,8 +170,8 @@ def test_a_store_that_fails_on_one_rank_fails_on_all_and_leaves_nothing(
 def removal_that_breaks_off(url: str) -> list[str]:
     from fsspec.implementations.local import LocalFileSystem
 
+    from accel_shard.checkpoint.places import place
     from accel_shard.checkpoint.snapshot import find_snapshots, remove_snapshot
-    from accel_shard.checkpoint.stores import place
 
     kept = LocalFileSystem.rm
 
@@ -210,8 +210,8 @@ def all_in_memory(folder: str) -> dict[str, Any]:
     import io
 
     from accel_shard import export_model
+    from accel_shard.checkpoint.places import place
     from accel_shard.checkpoint.snapshot import find_snapshots
-    from accel_shard.checkpoint.stores import place
     from accel_shard.cli import main
 
     url, found = "memory://runs/a", {}

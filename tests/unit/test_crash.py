@@ -39,7 +39,7 @@ def set_weights(model: Any, value: float) -> None:
 
 def save_and_die(folder: str, operation: int) -> None:
     """Save steps 1 and 2; in the save of step 3 die after so many file operations, or not at all if there are fewer."""
-    from accel_shard.checkpoint import stores
+    from accel_shard.checkpoint import places
 
     model, checkpointer = build(folder, keep=1)
     for step in (1, 2):
@@ -61,7 +61,7 @@ def save_and_die(folder: str, operation: int) -> None:
     os.fsync, os.rmdir, os.unlink = watched(os.fsync), watched(os.rmdir), watched(os.unlink)
     for name in ("open", "mkdir", "rename"):
         setattr(Path, name, watched(getattr(Path, name)))
-    stores.RemotePath.opened = watched(stores.RemotePath.opened)  # all that is ever asked of a store
+    places.RemotePath.opened = watched(places.RemotePath.opened)  # all that is ever asked of a store
     set_weights(model, 3)
     checkpointer.steps = 3
     checkpointer.save()

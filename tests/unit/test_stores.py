@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from accel_shard import SnapshotError
-from accel_shard.checkpoint.stores import RemotePath, place, store_of
+from accel_shard.checkpoint.places import RemotePath, place
+from accel_shard.checkpoint.stores import store_of
 
 
 def test_paths_stay_paths_and_urls_become_places_below_them() -> None:
