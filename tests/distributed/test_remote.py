@@ -93,7 +93,7 @@ def read_after_it_was_cut(url: str, folder: str) -> str:
     snapshot.verify()
     for file in Path(folder).glob("*.safetensors"):
         content = file.read_bytes()
-        file.write_bytes(content[: len(content) // 2])
+        file.write_bytes(content[: 8 + int.from_bytes(content[:8], "little")])  # the header alone
     said = set()
     for key in snapshot.manifest["tensors"]:
         with pytest.raises(SnapshotError) as error:
