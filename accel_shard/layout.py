@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -174,11 +175,8 @@ class Shard:
 
         Private upstream name (torch 2.13): ``compute_local_shape_and_global_offset``, which DCP uses for the same.
         """
-        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-        sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-        local = tensor.detach().to_local()
-        box = Box(tuple(offsets), tuple(sizes))
+        local = tensor.to_local().detach()  # in this order: of a DTensor itself, detach is a dispatch of its own
+        box = _box_of_dtensor(tensor.shape, tensor.device_mesh, tensor.placements)
         assert tuple(local.shape) == box.sizes, (local.shape, box)
         return cls(tuple(tensor.shape), tensor.dtype, ((box, local),) if box.numel else ())
 
@@ -186,6 +184,15 @@ class Shard:
     def numel(self) -> int:
         """Elements that this rank holds."""
         return sum(box.numel for box, _ in self.parts)
+
+
+@lru_cache(maxsize=4096)
+def _box_of_dtensor(shape: torch.Size, mesh: Any, placements: tuple[Any, ...]) -> Box:
+    # Kept: a weight and its optimizer states are laid out alike, as are the same weights of all layers.
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    sizes, offsets = compute_local_shape_and_global_offset(shape, mesh, placements)
+    return Box(tuple(offsets), tuple(sizes))
 
 
 @dataclass(slots=True)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import datetime
 import signal
 import threading
 import time
-from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -18,18 +16,17 @@ from accelerate.logging import get_logger
 from accelerate.utils import send_to_device
 
 from accel_shard.checkpoint.folder import SnapshotFolder
+from accel_shard.checkpoint.meeting import Meeting, check_one_folder
+from accel_shard.checkpoint.places import Place, RemotePath, place
 from accel_shard.checkpoint.plain import decode, encode
 from accel_shard.checkpoint.plan import gather
-from accel_shard.checkpoint.run_state import collect, restore, restore_random_state, restore_weights
-from accel_shard.checkpoint.snapshot import (
-    MANIFEST,
-    PIN,
-    Snapshot,
-    StagedSnapshot,
-    stage_snapshot,
-)
+from accel_shard.checkpoint.run_state import Collected, restore, restore_random_state, restore_weights
+from accel_shard.checkpoint.snapshot import Snapshot, StagedSnapshot
+from accel_shard.checkpoint.staging import Stager
+from accel_shard.checkpoint.stores import MANIFEST, PIN
 from accel_shard.checkpoint.take_over import start_from
-from accel_shard.checkpoint.together import attempt, together
+from accel_shard.checkpoint.together import attempt, raise_any
+from accel_shard.checkpoint.trust import candidates, is_snapshot, trusted
 from accel_shard.data import Batches
 from accel_shard.errors import SnapshotError
 from accel_shard.sample_order import Deal
@@ -45,9 +42,6 @@ PREEMPTED: Final = 75
 """Exit code after a signal: the run saved and left (EX_TEMPFAIL: try again later)."""
 
 
-_SHARED: Final = "All ranks must see one folder: put it on a disk that all nodes mount. Nothing was loaded."
-
-
 class Checkpointer:
     """Saves and resumes the run of a :class:`~accel_shard.PolicyAccelerator`. Every rank makes one, after ``prepare``.
 
@@ -56,7 +50,8 @@ class Checkpointer:
 
     Args:
         accelerator: with exactly one prepared model and one optimizer.
-        folder: where the snapshots are; all ranks must see it.
+        folder: where the snapshots are: a folder, or a URL that fsspec knows (``s3://bucket/run``); all ranks must
+            see it.
         every: save each so many optimizer steps; None never by itself.
         minutes: save when so many minutes have passed since the last one; None never.
         keep: how many of the newest snapshots stay; None is all. Pinned ones stay beside them.
@@ -73,7 +68,7 @@ class Checkpointer:
     def __init__(
         self,
         accelerator: PolicyAccelerator,
-        folder: str | Path,
+        folder: str | Place,
         *,
         every: int | None = None,
         minutes: float | None = None,
@@ -87,23 +82,17 @@ class Checkpointer:
         for name, whole in (("every", every), ("keep", keep)):
             if whole is not None and (isinstance(whole, bool) or int(whole) != whole):
                 raise ValueError(f"{name} is {whole!r}. Allowed: a whole number from 1 on, or None for off.")
-        self.accelerator, self.folder = accelerator, Path(folder)
+        self.accelerator, self.folder = accelerator, place(folder)
         self.every, self.minutes, self.keep = every, minutes, keep
         self.steps = 0
         self.progress: dict[str, Any] = {}
         self._asked = False
         self._signal: signal.Signals | None = None
         self._saved_at_step, self._saved_at = -1, time.monotonic()
-        self._saved_in: Path | None = None
+        self._saved_in: Place | None = None
         self._former: dict[int, Any] = {}
-        self._patience = datetime.timedelta(seconds=patience)
-        # Over the hosts, so that no device has to be waited for: a group to agree on signals and clocks, one to meet
-        # before a save, one for the thread that writes.
-        several = _ranks() > 1
-        self._control = dist.new_group(backend="gloo") if several else None
-        self._meeting = dist.new_group(backend="gloo", timeout=self._patience) if several else None
-        self._writers = dist.new_group(backend="gloo") if several else None
-        self._buffers: dict[str, torch.Tensor] | None = {} if background else None
+        self._meeting = Meeting(patience)
+        self._background, self._stager = background, Stager(background=background)
         self._thread: threading.Thread | None = None
         self._failure: SnapshotError | None = None
         self._batches: dict[str, Batches] = {}
@@ -157,7 +146,7 @@ class Checkpointer:
             return False
         self.steps += 1
         by_clock = self.minutes is not None and time.monotonic() - self._saved_at >= 60 * self.minutes
-        late, signalled, failed = self._any_rank(by_clock, self._signal is not None, self._failure is not None)
+        late, signalled, failed = self._meeting.any_rank(by_clock, self._signal is not None, self._failure is not None)
         if failed:
             self._raise_failure()
         due = self.every is not None and self.steps % self.every == 0
@@ -170,7 +159,7 @@ class Checkpointer:
             raise SystemExit(PREEMPTED)
         return due or late or self._saved_at_step == self.steps
 
-    def save(self) -> Path | None:
+    def save(self) -> Place | None:
         """Save now, or at the end of the accumulation window if one is open (then None is returned).
 
         Every rank must call it. In the background the folder appears some time later; :meth:`wait` waits for it.
@@ -184,49 +173,50 @@ class Checkpointer:
         self._asked = False
         if self._saved_at_step == self.steps:
             return self._saved_in
-        self._meet()
+        self._meeting.meet()
         self._settle()
         started = time.monotonic()
-        model, optimizer = self.accelerator.trained
-        layout = self.accelerator.backend.layout(self.accelerator, model, optimizer)
-        facts, own = collect(self.accelerator, layout, self.progress)
-        with together(f"nothing was saved into {str(self.folder)!r}"):
-            place = self._place.place_for(self.steps) if self.accelerator.is_main_process else None
-        self._check_one_folder()
-        target, number = gather(place)[0]
-        places = self._places | {name: batches.state_dict() for name, batches in self._batches.items()}
-        facts |= {"step": self.steps, "sequence": number, "launch": self._place.launch}
-        facts |= {"data": encode(places, "place in the data")}
-        staged = stage_snapshot(target, layout, facts, own, self._buffers)
-        if self._buffers is None:
+        staged = self._staged()
+        if not self._background:
             self._write(staged, None)
         else:
             self._thread = threading.Thread(
                 target=self._write_quietly, args=(staged,), name="accel_shard save", daemon=True
             )
             self._thread.start()
-        self._saved_at_step, self._saved_in, self._saved_at = self.steps, target, time.monotonic()
+        self._saved_at_step, self._saved_in, self._saved_at = self.steps, staged.target, time.monotonic()
         stood = time.monotonic() - started
         logger.info(
-            "step %d: training stood still for %.3f s to save %s", self.steps, stood, target, main_process_only=True
+            "step %d: training stood still for %.3f s to save %s",
+            self.steps,
+            stood,
+            staged.target,
+            main_process_only=True,
         )
         return self._saved_in
 
-    def _check_one_folder(self) -> None:
-        given = gather(str(self.folder))
-        if len(set(given)) > 1:
-            raise SnapshotError(f"folder differs from rank to rank: {given}. Give them the same one, on a shared disk.")
-
-    def _meet(self) -> None:
-        if self._meeting is None:
-            return
-        try:
-            dist.monitored_barrier(self._meeting, timeout=self._patience, wait_all_ranks=True)
-        except RuntimeError as error:
-            raise SnapshotError(
-                f"not every rank called save within {self._patience.total_seconds():g} s, so nothing was saved. Every "
-                f"rank must call it, not the main process alone. {error}"
-            ) from error
+    def _staged(self) -> StagedSnapshot:
+        """Agree on a snapshot of this moment; one that is written in the background is copied first."""
+        model, optimizer = self.accelerator.trained
+        with torch.no_grad():  # else every local part of a DTensor is taken through autograd, while training waits
+            layout = self.accelerator.backend.layout(self.accelerator, model, optimizer)
+        # All that the ranks must tell each other, in one collective: each is a wait, and training waits too.
+        told: Any = None
+        with attempt() as failure:
+            free = self._place.place_for(self.steps) if self.accelerator.is_main_process else None
+            places = self._places | {name: batches.state_dict() for name, batches in self._batches.items()}
+            data = encode(places, "place in the data")
+            collected = Collected(self.accelerator, layout, self.progress)
+            told = (free, str(self.folder), self._stager.unchanged(layout), collected.offer)
+        everyones = gather((failure, told))
+        raise_any(f"nothing was saved into {str(self.folder)!r}", [failure for failure, _ in everyones])
+        answers = [answer for _, answer in everyones]
+        check_one_folder([folder for _, folder, _, _ in answers])
+        target, number = answers[0][0]
+        facts, own = collected.settle([offer for *_, offer in answers])
+        facts |= {"step": self.steps, "sequence": number, "launch": self._place.launch, "data": data}
+        keep_plan = all(same for _, _, same, _ in answers)
+        return self._stager.stage(target, layout, facts, own, keep_plan=keep_plan)
 
     def _write(self, staged: StagedSnapshot, group: dist.ProcessGroup | None) -> None:
         staged.write(group)
@@ -235,7 +225,7 @@ class Checkpointer:
 
     def _write_quietly(self, staged: StagedSnapshot) -> None:
         try:
-            self._write(staged, self._writers)
+            self._write(staged, self._meeting.writers)
         except SnapshotError as error:
             self._failure = error
         except Exception as error:  # a rank is gone; what it was must reach the loop, not the thread's end
@@ -266,7 +256,7 @@ class Checkpointer:
         """Wait for a save in flight, so that all ranks go on or all raise, whichever of them knows why."""
         if self._thread is not None:
             self._thread.join()
-        if self._any_rank(self._failure is not None)[0]:
+        if self._meeting.any_rank(self._failure is not None)[0]:
             self._raise_failure()
         self.wait()
 
@@ -282,13 +272,13 @@ class Checkpointer:
         except SnapshotError as error:
             logger.error("%s", error)
 
-    def pin(self, snapshot: str | Path) -> None:
+    def pin(self, snapshot: str | Place) -> None:
         """Keep a snapshot whatever :attr:`keep` says. Local; rank 0 alone need call it.
 
         Raises:
             SnapshotError: if there is no such snapshot.
         """
-        folder = Path(snapshot)
+        folder = place(snapshot)
         try:
             if not (folder / MANIFEST).is_file():
                 raise SnapshotError(f"{str(folder)!r} is no snapshot, so it cannot be pinned.")
@@ -298,7 +288,7 @@ class Checkpointer:
 
     # ---- resuming --------------------------------------------------------------------------------------------
 
-    def resume(self, source: str | Path = "auto", *, weights_only: bool = False) -> bool:
+    def resume(self, source: str | Place = "auto", *, weights_only: bool = False) -> bool:
         """Go on from a snapshot, whatever policy and number of ranks wrote it. Every rank must call it.
 
         Args:
@@ -320,13 +310,12 @@ class Checkpointer:
             raise ValueError(f"weights_only=True with source {source!r}. Allowed: with the path of a checkpoint.")
         if source == "none":
             return False
-        if named and (weights_only or not (Path(source) / MANIFEST).is_file()):
-            self._start_from(Path(source), weights_only)
+        if named and (weights_only or not is_snapshot(place(source))):
+            self._start_from(place(source), weights_only)
             return True
-        candidates = [Path(source)] if named else self._candidates()
         refused = []
-        for path in candidates:
-            snapshot, fault = self._trusted(path)
+        for path in [place(source)] if named else candidates(self._place):
+            snapshot, fault = trusted(path)
             if snapshot is not None:
                 self._restore(snapshot)
                 return True
@@ -337,47 +326,20 @@ class Checkpointer:
             raise SnapshotError("no snapshot can be trusted: " + "; ".join(refused))
         return False
 
-    def _start_from(self, path: Path, weights_only: bool) -> None:
+    def _start_from(self, path: Place, weights_only: bool) -> None:
         """Start from what something else wrote, or from a snapshot's weights: a run of its own, not yet saved."""
         steps = 0
-        if not (path / MANIFEST).is_file():
+        if not is_snapshot(path):
+            if isinstance(path, RemotePath):
+                raise SnapshotError(f"{path} is no snapshot, and what others wrote is read from disks: copy it to one.")
             steps = start_from(self.accelerator, path, weights_only=weights_only)
         else:
-            snapshot, fault = self._trusted(path)
+            snapshot, fault = trusted(path)
             if snapshot is None:
                 raise SnapshotError(f"no snapshot can be trusted: {fault}")
             restore_weights(self.accelerator, snapshot)
             logger.info("started from the weights of %s", path, main_process_only=True)
         self.steps, self._saved_at_step, self._saved_at = steps, -1, time.monotonic()
-
-    def _trusted(self, path: Path) -> tuple[Snapshot | None, str]:
-        """Check a snapshot with all ranks, each its share of the files."""
-        snapshot = None
-        with attempt() as fault:
-            snapshot = Snapshot.open(path)
-            snapshot.verify(share=(self.accelerator.process_index, _ranks()))
-        seen = snapshot.digest if snapshot is not None else (path / MANIFEST).exists()
-        everyones = gather((seen, fault))
-        digests = {digest for digest, _ in everyones if isinstance(digest, str)}
-        blind = [rank for rank, (digest, _) in enumerate(everyones) if digest is False]
-        if len(digests) > 1 or 0 < len(blind) < len(everyones):
-            what = f"ranks {blind} do not see it" if blind else "it is not the same on each of them"
-            raise SnapshotError(f"the ranks do not share {str(path)!r}: {what}. {_SHARED}")
-        faults = [texts[0] for _, texts in everyones if texts]
-        return (None, faults[0]) if faults else (snapshot, "")
-
-    def _candidates(self) -> list[Path]:
-        """Return the folder's snapshots, the last committed first, as rank 0 sees them."""
-        with together(f"could not look for snapshots in {str(self.folder)!r}"):
-            found = self._place.arrive() if self.accelerator.is_main_process else []
-            sees = any(self.folder.glob("step-*"))
-        self._check_one_folder()
-        seers = [rank for rank, saw in enumerate(gather(sees)) if saw]
-        if seers and 0 not in seers:
-            what = f"ranks {seers} see snapshots there, rank 0 does not"
-            raise SnapshotError(f"the ranks do not share {str(self.folder)!r}: {what}. {_SHARED}")
-        candidates: list[Path] = gather(found)[0]
-        return candidates
 
     def _restore(self, snapshot: Snapshot) -> None:
         self.progress = restore(self.accelerator, snapshot)
@@ -390,8 +352,9 @@ class Checkpointer:
         for name, batches in self._batches.items():
             if name in self._places:
                 batches.load_state_dict(self._places[name])
-        former = snapshot.manifest["world_size"]
-        note = "" if former == _ranks() else f" (saved by {former} ranks; new ranks got random streams of their own)"
+        former, note = snapshot.manifest["world_size"], ""
+        if former != self.accelerator.num_processes:
+            note = f" (saved by {former} ranks; new ranks got random streams of their own)"
         logger.info("resumed %s after step %d%s", snapshot.folder, self.steps, note, main_process_only=True)
         # Last: what comes before may draw numbers.
         restore_random_state(self.accelerator, snapshot)
@@ -446,13 +409,3 @@ class Checkpointer:
             batches.load_state_dict(self._places[name])
         self._batches[name] = batches
         return batches
-
-    def _any_rank(self, *flags: bool) -> list[bool]:
-        votes = torch.tensor(flags, dtype=torch.int32)
-        if self._control is not None:
-            dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self._control)
-        return [bool(vote) for vote in votes.tolist()]
-
-
-def _ranks() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1

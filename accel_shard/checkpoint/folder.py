@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import uuid
-from pathlib import Path
 
 from accelerate.logging import get_logger
 
-from accel_shard.checkpoint.snapshot import PIN, Snapshot, find_snapshots, remove_snapshot
+from accel_shard.checkpoint.places import Place
+from accel_shard.checkpoint.snapshot import Snapshot, find_snapshots, remove_snapshot
+from accel_shard.checkpoint.stores import PIN, store_of
 from accel_shard.errors import SnapshotError
 
 __all__ = ["SnapshotFolder"]
@@ -26,14 +28,14 @@ class SnapshotFolder:
         refused: snapshots that turned out bad.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Place) -> None:
         self.path, self.launch = path, uuid.uuid4().hex
-        self.refused: set[Path] = set()
-        self._known: dict[Path, int] = {}
-        self._own: set[Path] = set()
+        self.refused: set[Place] = set()
+        self._known: dict[Place, int] = {}
+        self._own: set[Place] = set()
         self._arrived_at: int | None = None
 
-    def arrive(self) -> list[Path]:
+    def arrive(self) -> list[Place]:
         """Return the snapshots, the last committed first. Whatever is there now was there before this launch."""
         found = find_snapshots(self.path, self._known)
         for path in [path for number, path in found if number < 0]:
@@ -45,11 +47,12 @@ class SnapshotFolder:
         self._arrived_at = _newest(found)
         return [path for _, path in sorted(found, reverse=True)]
 
-    def place_for(self, step: int) -> tuple[Path, int]:
+    def place_for(self, step: int) -> tuple[Place, int]:
         """Return the folder and the number of the next commit.
 
         Raises:
             SnapshotError: if another run has committed here since this one arrived.
+            OSError: if the place cannot be listed.
         """
         found = find_snapshots(self.path, self._known)
         if self._arrived_at is None:
@@ -58,13 +61,16 @@ class SnapshotFolder:
             if number > self._arrived_at and path not in self._own:
                 self._own_or_refuse(path)
         number = _newest(found) + 1
-        target = self.path / f"step-{step:09d}"
-        if target.name in {path.name for _, path in found}:
-            # A folder that an earlier run filled further than this one has come: its snapshots keep their names.
-            target = target.with_name(f"{target.name}-{number}")
-        return target, number
+        taken = {path.name for path in store_of(self.path).folders(self.path)}
+        # A folder that an earlier run filled further than this one has come, or one with what a killed save left.
+        name = plain = f"step-{step:09d}"
+        for suffix in itertools.count(number):
+            if name not in taken:
+                break
+            name = f"{plain}-{suffix}"
+        return self.path / name, number
 
-    def _own_or_refuse(self, path: Path) -> None:
+    def _own_or_refuse(self, path: Place) -> None:
         if Snapshot.open(path).manifest.get("launch") != self.launch:
             raise SnapshotError(
                 f"{path.name} was written by another run after this one had begun. Two runs that save into one folder "
@@ -93,6 +99,6 @@ class SnapshotFolder:
                 logger.warning("could not remove the old snapshot %s: %s", path, error)
 
 
-def _newest(found: list[tuple[int, Path]]) -> int:
+def _newest(found: list[tuple[int, Place]]) -> int:
     # One that cannot be read may have had any number since the newest that can.
     return max([0, *(number for number, _ in found)]) + sum(number < 0 for number, _ in found)

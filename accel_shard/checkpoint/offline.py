@@ -12,7 +12,9 @@ from pathlib import Path
 
 import torch
 
-from accel_shard.checkpoint.snapshot import PIN, Snapshot, find_snapshots, remove_snapshot
+from accel_shard.checkpoint.places import Place, place
+from accel_shard.checkpoint.snapshot import Snapshot, find_snapshots, remove_snapshot
+from accel_shard.checkpoint.stores import PIN
 from accel_shard.errors import SnapshotError
 from accel_shard.export import ShardWriter, parse_size
 from accel_shard.layout import Shard
@@ -21,7 +23,7 @@ from accel_shard.precision import DTYPES
 __all__ = ["differences", "export", "prune", "read_tensor", "rows", "shown", "verify"]
 
 
-def rows(folder: str | Path) -> list[str]:
+def rows(folder: str | Place) -> list[str]:
     """Describe each snapshot in a folder in one line, the last committed first.
 
     Raises:
@@ -44,7 +46,7 @@ def rows(folder: str | Path) -> list[str]:
     return lines
 
 
-def shown(path: str | Path) -> list[str]:
+def shown(path: str | Place) -> list[str]:
     """List a snapshot's tensors with shape, dtype and pieces, and its files with their sizes."""
     facts = Snapshot.open(path).manifest
     lines = [f"step {facts['step']}, {facts['world_size']} ranks, progress {json.dumps(facts['progress'])}"]
@@ -56,7 +58,7 @@ def shown(path: str | Path) -> list[str]:
     return lines
 
 
-def verify(path: str | Path) -> None:
+def verify(path: str | Place) -> None:
     """Check a snapshot against its manifest, every byte of it.
 
     Raises:
@@ -76,7 +78,7 @@ def read_tensor(snapshot: Snapshot, key: str) -> torch.Tensor:
     return whole
 
 
-def differences(first: str | Path, second: str | Path) -> Iterator[str]:
+def differences(first: str | Place, second: str | Place) -> Iterator[str]:
     """Yield a line for each tensor that two snapshots do not have alike, however they are cut into pieces."""
     one, two = Snapshot.open(first), Snapshot.open(second)
     keys = one.manifest["tensors"].keys() | two.manifest["tensors"].keys()
@@ -92,7 +94,7 @@ def differences(first: str | Path, second: str | Path) -> Iterator[str]:
             yield f"{key}  largest difference {gap:.3g}"
 
 
-def prune(folder: str | Path, keep: int) -> list[Path]:
+def prune(folder: str | Place, keep: int) -> list[Place]:
     """Remove all but the newest snapshots and the pinned ones, and return those removed.
 
     What cannot be read as a snapshot neither counts nor goes: it may be somebody else's folder.
@@ -110,12 +112,12 @@ def prune(folder: str | Path, keep: int) -> list[Path]:
 
 
 def export(
-    path: str | Path, target: str | Path, like: str | Path, *, dtype: str = "fp32", max_size: str = "5GB"
+    path: str | Place, target: str | Path, like: str | Path, *, dtype: str = "fp32", max_size: str = "5GB"
 ) -> Path:
     """Write a snapshot's weights as a folder that ``from_pretrained`` loads, a tensor at a time.
 
     Args:
-        path: the snapshot.
+        path: the snapshot: a folder or a URL.
         target: the folder to write; an older one of that name is replaced when the new one is complete.
         like: a model's folder, whose config and tokenizer files are taken over.
         dtype: fp32, bf16 or fp16.
@@ -124,12 +126,12 @@ def export(
     Raises:
         SnapshotError: if it could not be written.
     """
-    source = Path(like)
+    source, final = _on_disk("like", like), _on_disk("target", target)
     if not (source / "config.json").is_file():
         raise SnapshotError(f"{str(source)!r} has no config.json: give a folder of the same model.")
     if dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype!r}. Allowed: {', '.join(DTYPES)}.")
-    snapshot, final = Snapshot.open(path), Path(target)
+    snapshot = Snapshot.open(path)
     writer = ShardWriter(final.with_name(f".{final.name}.partial"), parse_size(max_size), DTYPES[dtype])
     for key in snapshot.manifest["tensors"]:
         kind, _, name = key.partition(".")
@@ -150,8 +152,15 @@ def export(
     return final
 
 
-def _in(folder: str | Path) -> list[tuple[int, Path]]:
-    found = sorted(find_snapshots(Path(folder)), reverse=True)
+def _on_disk(option: str, value: str | Path) -> Path:
+    where = place(value)
+    if not isinstance(where, Path):
+        raise ValueError(f"{option} is {value!r}. Allowed: a folder on a disk; only snapshots can be at a URL.")
+    return where
+
+
+def _in(folder: str | Place) -> list[tuple[int, Place]]:
+    found = sorted(find_snapshots(place(folder)), reverse=True)
     if not found:
         raise SnapshotError(f"{str(folder)!r} holds no snapshots.")
     return found

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from accel_shard.errors import SnapshotError
 from accel_shard.layout import Box, Layout, uncovered
 
-__all__ = ["Part", "StoredTensor", "WritePlan", "gather", "plan_writes"]
+__all__ = ["Part", "Planner", "StoredTensor", "WritePlan", "gather"]
 
 # A replicated tensor of fewer bytes is written by one rank whole; cutting it would only make more entries.
 _WORTH_SPLITTING: Final = 1 << 20
@@ -54,36 +54,65 @@ def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     return found
 
 
-def plan_writes(layout: Layout) -> WritePlan:
-    """Share the boxes of a layout out among the ranks that hold them, and find entries for them.
+class Planner:
+    """Shares the boxes of a layout out among the ranks that hold them, and finds entries for them.
 
-    Every rank must call it; it gathers the boxes (not the data) of all ranks. The plan is the same on every rank.
-
-    Raises:
-        SnapshotError: if the ranks together do not hold some tensor whole, or hold pieces that overlap.
+    A plan is kept while no rank's boxes change: making it takes longer than the copy of what is saved.
     """
-    mine = dict(layout.tensors())
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    held = gather({key: (s.shape, s.dtype, [box for box, _ in s.parts]) for key, s in mine.items()})
-    loads, index, write = [0] * len(held), {}, []
-    taken: set[str] = set()
-    # The order of rank 0, then of what only others have, is the same everywhere.
-    keys = dict.fromkeys(key for boxes in held for key in boxes)
-    for key in keys:
-        shape, dtype = next((d[key][0], d[key][1]) for d in held if key in d)
-        parts = _share_out(key, shape, dtype, [d[key][2] if key in d else [] for d in held], loads)
-        stored = []
-        for owner, box in parts:
-            whole = box == Box.whole(shape)
-            entry = key if whole else f"{key}@{'.'.join(map(str, box.offsets))}"
-            while entry in taken:  # a parameter may be called what a piece of another one is
-                entry += "~"
-            taken.add(entry)
-            stored.append(Part(f"rank-{owner:05d}.safetensors", entry, box))
-            if owner == rank:
-                write.append((entry, _cut(mine[key].parts, box)))
-        index[key] = StoredTensor(shape, str(dtype).removeprefix("torch."), tuple(stored))
-    return WritePlan(write, index)
+
+    def __init__(self) -> None:
+        self._held: dict[str, Any] | None = None
+        self._cuts: list[tuple[str, str, int, Box]] = []
+        self._index: dict[str, StoredTensor] = {}
+
+    def unchanged(self, layout: Layout) -> bool:
+        """Tell whether this rank holds the boxes that it held at the last plan. Local: communicates nothing."""
+        return _held(layout) == self._held
+
+    def plan(self, layout: Layout, *, keep: bool) -> WritePlan:
+        """Return what this rank writes, and the index of what all ranks write, which is the same on every rank.
+
+        Every rank must call it; if a new plan is made it gathers the boxes (not the data) of all ranks.
+
+        Args:
+            layout: of this rank.
+            keep: whether :meth:`unchanged` was true on every rank.
+
+        Raises:
+            SnapshotError: if the ranks together do not hold some tensor whole, or hold pieces that overlap.
+        """
+        mine = dict(layout.tensors())
+        if not keep:
+            self._held = None
+            held = _held(layout)
+            self._make(gather(held))
+            self._held = held
+        return WritePlan([(entry, _cut(mine[key].parts[i], box)) for entry, key, i, box in self._cuts], self._index)
+
+    def _make(self, held: list[dict[str, Any]]) -> None:
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        loads, index, cuts = [0] * len(held), {}, []
+        taken: set[str] = set()
+        # The order of rank 0, then of what only others have, is the same everywhere.
+        for key in dict.fromkeys(key for boxes in held for key in boxes):
+            shape, dtype = next((d[key][0], d[key][1]) for d in held if key in d)
+            parts = _share_out(key, shape, dtype, [d[key][2] if key in d else [] for d in held], loads)
+            stored = []
+            for owner, box in parts:
+                whole = box == Box.whole(shape)
+                entry = key if whole else f"{key}@{'.'.join(map(str, box.offsets))}"
+                while entry in taken:  # a parameter may be called what a piece of another one is
+                    entry += "~"
+                taken.add(entry)
+                stored.append(Part(f"rank-{owner:05d}.safetensors", entry, box))
+                if owner == rank:
+                    cuts.append((entry, key, _holding(held[rank][key][2], box), box))
+            index[key] = StoredTensor(shape, str(dtype).removeprefix("torch."), tuple(stored))
+        self._index, self._cuts = index, cuts
+
+
+def _held(layout: Layout) -> dict[str, Any]:
+    return {key: (s.shape, s.dtype, [box for box, _ in s.parts]) for key, s in layout.tensors()}
 
 
 def _share_out(
@@ -114,8 +143,13 @@ def _share_out(
     return shares
 
 
-def _cut(parts: Sequence[tuple[Box, torch.Tensor]], wanted: Box) -> torch.Tensor:
-    for box, tensor in parts:
-        if box.intersect(wanted) == wanted or box == wanted:
-            return tensor[wanted.slices(inside=box)] if wanted.sizes else tensor
-    raise AssertionError((wanted, [box for box, _ in parts]))
+def _holding(boxes: Sequence[Box], wanted: Box) -> int:
+    for number, box in enumerate(boxes):
+        if box == wanted or box.intersect(wanted) == wanted:
+            return number
+    raise AssertionError((wanted, boxes))
+
+
+def _cut(part: tuple[Box, torch.Tensor], wanted: Box) -> torch.Tensor:
+    box, tensor = part
+    return tensor if box == wanted else tensor[wanted.slices(inside=box)]

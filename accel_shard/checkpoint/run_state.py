@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,6 @@ from accelerate.logging import get_logger
 
 from accel_shard.checkpoint import random_state
 from accel_shard.checkpoint.plain import decode, encode
-from accel_shard.checkpoint.plan import gather
 from accel_shard.checkpoint.snapshot import Snapshot
 from accel_shard.checkpoint.together import together
 from accel_shard.errors import SnapshotError
@@ -22,7 +22,7 @@ from accel_shard.layout import Layout, split_state_key
 if TYPE_CHECKING:
     from accel_shard.accelerator import PolicyAccelerator
 
-__all__ = ["collect", "restore", "restore_groups", "restore_random_state", "restore_weights"]
+__all__ = ["Collected", "Offer", "restore", "restore_groups", "restore_random_state", "restore_weights"]
 
 logger = get_logger(__name__)
 
@@ -30,46 +30,66 @@ logger = get_logger(__name__)
 _MAY_DIFFER: Final = ("progress", "objects")
 
 
-def collect(accelerator: PolicyAccelerator, layout: Layout, progress: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
-    """Return what the manifest gets beside tensors, and what this rank keeps of its own. Every rank must call it.
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What the ranks must tell each other of their states before one snapshot can hold them.
+
+    Attributes:
+        scalars: optimizer state without elements to share out, by parameter.
+        buffers: hashes of buffers.
+        facts: hashes of what may differ from rank to rank.
+    """
+
+    scalars: dict[str, dict[str, Any]]
+    buffers: dict[str, bytes]
+    facts: dict[str, bytes]
+
+
+class Collected:
+    """All of a rank's state that is no shard, encoded. Local: making it communicates nothing; it waits for the device.
+
+    Args:
+        accelerator: whose run it is.
+        layout: of this rank.
+        progress: of the loop's own.
 
     Raises:
         SnapshotError: for something that only pickle could hold.
     """
-    buffers = _buffers_of_my_own(layout)
-    scalars: dict[str, Any] = {}
-    with together("the optimizer's state cannot be saved, so nothing was"):
-        mine = {name: encode(values, f"optimizer state of {name}") for name, values in layout.scalars.items()}
-    for rank, theirs in enumerate(gather(mine)):
-        for name, values in theirs.items():
-            _check_same(name, scalars.setdefault(name, values), values, rank)
-    with together("the run's state cannot be saved, so nothing was"):
-        facts = _facts(accelerator, layout, progress, scalars)
-        own = encode({"random": random_state.capture(accelerator.device), "buffers": buffers}, "rank")
-    digests = gather({key: hashlib.blake2b(json.dumps(facts[key]).encode()).digest() for key in _MAY_DIFFER})
-    facts["differed"] = [key for key in _MAY_DIFFER if len({digest[key] for digest in digests}) > 1]
-    return facts, own | {"facts": {key: facts[key] for key in facts["differed"]}}
+
+    def __init__(self, accelerator: PolicyAccelerator, layout: Layout, progress: Mapping[str, Any]) -> None:
+        self._facts = _facts(accelerator, layout, progress)
+        self._buffers = {name: part.cpu() for name, shard in layout.buffers.items() for _, part in shard.parts}
+        self._random = encode(random_state.capture(accelerator.device), "random state")
+        self.offer = Offer(
+            _numbers(layout.scalars),
+            {name: _digest(t.reshape(-1).view(torch.uint8).numpy().tobytes()) for name, t in self._buffers.items()},
+            {key: _digest(json.dumps(self._facts[key]).encode()) for key in _MAY_DIFFER},
+        )
+
+    def settle(self, offers: Sequence[Offer]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return what the manifest gets beside tensors, and what this rank keeps of its own. Local.
+
+        Args:
+            offers: of all ranks.
+
+        Raises:
+            SnapshotError: on every rank, if they differ in a state of which the snapshot holds one.
+        """
+        self._facts["optimizer"]["scalars"] = _merged([offer.scalars for offer in offers])
+        differed = [key for key in _MAY_DIFFER if len({offer.facts[key] for offer in offers}) > 1]
+        # Running statistics differ under FSDP: the snapshot proper has rank 0's.
+        apart = {n: t for n, t in self._buffers.items() if len({offer.buffers[n] for offer in offers}) > 1}
+        own = {"random": self._random, "buffers": encode(apart, "buffers")}
+        own["facts"] = {key: self._facts[key] for key in differed}
+        return self._facts | {"differed": differed}, own
 
 
-def _check_same(name: str, first: dict[str, Any], values: dict[str, Any], rank: int) -> None:
-    """Refuse a state beside the sharded tensors in which ranks differ: the snapshot would hold one rank's only."""
-    for key in first.keys() | values.keys():
-        one, other = json.dumps(first.get(key)), json.dumps(values.get(key))  # as text: nan is itself there
-        if one != other:
-            raise SnapshotError(
-                f"the optimizer's state {key!r} of {name!r} is a number, or data without a shape, and rank {rank} has "
-                f"another than the ranks before it: {other[:80]} against {one[:80]}. Such a state must be the same on "
-                "every rank; keep what differs in a tensor of the parameter's shape."
-            )
-
-
-def _facts(
-    accelerator: PolicyAccelerator, layout: Layout, progress: Mapping[str, Any], scalars: dict[str, Any]
-) -> dict[str, Any]:
+def _facts(accelerator: PolicyAccelerator, layout: Layout, progress: Mapping[str, Any]) -> dict[str, Any]:
     model, _ = accelerator.trained
     return {
         "progress": encode(dict(progress), "progress"),
-        "optimizer": {"groups": encode(layout.groups, "param_groups"), "scalars": scalars},
+        "optimizer": {"groups": encode(layout.groups, "param_groups")},
         "schedulers": [encode(s.state_dict(), f"scheduler {i}") for i, s in enumerate(accelerator._schedulers)],
         "scaler": encode(accelerator.scaler.state_dict(), "scaler") if accelerator.scaler is not None else None,
         "objects": [
@@ -83,12 +103,66 @@ def _facts(
     }
 
 
-def _buffers_of_my_own(layout: Layout) -> dict[str, torch.Tensor]:
-    """Return the buffers in which ranks differ, as running statistics do under FSDP: the snapshot proper has one."""
-    whole = {name: part.cpu() for name, shard in layout.buffers.items() for _, part in shard.parts}
-    digests = {n: hashlib.blake2b(t.reshape(-1).view(torch.uint8).numpy().tobytes()).digest() for n, t in whole.items()}
-    everyones = gather(digests)
-    return {name: tensor for name, tensor in whole.items() if any(d[name] != digests[name] for d in everyones)}
+def _digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=16).digest()
+
+
+class _Number(NamedTuple):
+    dtype: str
+    value: Any
+
+
+def _numbers(scalars: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Turn tensors of no dimension into numbers with their dtypes: a step count a parameter, and tensors pickle slowly.
+
+    They are taken off their device together, since each alone would wait for it. Everything else is encoded.
+    """
+    alike: dict[tuple[torch.dtype, torch.device], list[tuple[str, str]]] = {}
+    told: dict[str, dict[str, Any]] = {}
+    for name, values in scalars.items():
+        told[name] = {}
+        for key, value in values.items():
+            if isinstance(value, torch.Tensor) and not value.dim():
+                alike.setdefault((value.dtype, value.device), []).append((name, key))
+                told[name][key] = None  # keeps the order
+            else:
+                told[name][key] = encode(value, f"optimizer state of {name}.{key}")
+    for (dtype, _), places in alike.items():
+        found = torch.stack([scalars[name][key].detach() for name, key in places]).tolist()
+        for (name, key), number in zip(places, found, strict=True):
+            told[name][key] = _Number(str(dtype).removeprefix("torch."), number)
+    return told
+
+
+def _merged(everyones: list[dict[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """Put together what all ranks have, encoded."""
+    merged: dict[str, dict[str, Any]] = {}
+    for rank, theirs in enumerate(everyones):
+        for name, values in theirs.items():
+            _check_same(name, merged.setdefault(name, values), values, rank)
+    return {
+        name: {
+            key: encode(torch.tensor(value.value, dtype=getattr(torch, value.dtype)), "")
+            if isinstance(value, _Number)
+            else value
+            for key, value in values.items()
+        }
+        for name, values in merged.items()
+    }
+
+
+def _check_same(name: str, first: dict[str, Any], values: dict[str, Any], rank: int) -> None:
+    """Refuse a state beside the sharded tensors in which ranks differ: the snapshot would hold one rank's only."""
+    if first is values or first == values:
+        return
+    for key in first.keys() | values.keys():
+        one, other = repr(first.get(key)), repr(values.get(key))  # as text: nan is itself there
+        if one != other:
+            raise SnapshotError(
+                f"the optimizer's state {key!r} of {name!r} is a number, or data without a shape, and rank {rank} has "
+                f"another than the ranks before it: {other[:80]} against {one[:80]}. Such a state must be the same on "
+                "every rank; keep what differs in a tensor of the parameter's shape."
+            )
 
 
 def restore(accelerator: PolicyAccelerator, snapshot: Snapshot) -> dict[str, Any]:

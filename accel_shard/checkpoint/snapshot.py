@@ -7,59 +7,61 @@ a folder without a manifest that agrees with its files is no snapshot. No pickle
 from __future__ import annotations
 
 import contextlib
-import errno
+import hashlib
 import json
 import math
-import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 
-from accel_shard.checkpoint.leftovers import claimed, partial_for, set_aside, sweep
-from accel_shard.checkpoint.plan import Part, StoredTensor, WritePlan, gather, plan_writes
-from accel_shard.checkpoint.storage import HASH, FileRecord, flush_folder, hash_file, write_json, write_tensors
-from accel_shard.checkpoint.together import attempt, listed, together
+from accel_shard.checkpoint.places import Place, place
+from accel_shard.checkpoint.plan import Part, StoredTensor, WritePlan, gather
+from accel_shard.checkpoint.reading import Reading
+from accel_shard.checkpoint.storage import HASH, FileRecord, file_size, hash_file, write_json, write_tensors, write_text
+from accel_shard.checkpoint.stores import MANIFEST, store_of
+from accel_shard.checkpoint.together import attempt, raise_any
 from accel_shard.errors import SnapshotError
 from accel_shard.layout import Box, Layout, Shard, uncovered
 
 __all__ = [
     "FORMAT",
     "MANIFEST",
-    "PIN",
     "Snapshot",
     "StagedSnapshot",
     "find_snapshots",
     "remove_snapshot",
-    "stage_snapshot",
 ]
 
 FORMAT: Final = 1
-MANIFEST: Final = "manifest.json"
-PIN: Final = "pinned"
-"""An empty file of this name keeps a snapshot from being removed."""
 
 
-def find_snapshots(folder: Path, known: dict[Path, int] | None = None) -> list[tuple[int, Path]]:
+def find_snapshots(folder: Place, known: dict[Place, int] | None = None) -> list[tuple[int, Place]]:
     """List snapshots with the number of their commit: the order in which they were made in this folder.
 
-    One whose manifest cannot be read has the number -1: it is looked at last, and then refused with its reason.
+    One whose manifest cannot be read has the number -1: it is looked at last, and then refused with its reason. What a
+    save left that never ended is none.
 
     Args:
         folder: where they are.
         known: numbers from earlier calls, added to here. A committed snapshot keeps its number, so its manifest need
             not be read again; it names every piece of every tensor, which is much to read while training waits.
+
+    Raises:
+        OSError: if the place cannot be listed.
     """
+    store = store_of(folder)
     known, found = {} if known is None else known, []
-    paths = list(folder.glob("step-*"))
+    paths = store.folders(folder)
     for gone in known.keys() - set(paths):
         del known[gone]  # its name may come again, with another number
     for path in paths:
         try:
             if path not in known:
+                if not store.committed(path):
+                    continue
                 known[path] = int(Snapshot.open(path).manifest["sequence"])
             found.append((known[path], path))
         except SnapshotError:
@@ -67,28 +69,27 @@ def find_snapshots(folder: Path, known: dict[Path, int] | None = None) -> list[t
     return found
 
 
-def remove_snapshot(path: Path) -> bool:
+def remove_snapshot(path: Place) -> bool:
     """Remove a snapshot, unless it was pinned at this very moment; return whether it is gone.
 
-    A rename comes first: a removal that is killed must not leave half of it under its name.
+    Raises:
+        OSError: if it cannot be removed.
     """
-    trash = set_aside(path)
-    if (trash / PIN).exists():
-        trash.rename(path)
-        return False
-    shutil.rmtree(trash, ignore_errors=True)
-    return True
+    return store_of(path).remove(path)
 
 
 @dataclass(frozen=True, slots=True)
 class StagedSnapshot:
     """A snapshot that is agreed on and can be written: by :meth:`write`, now or from another thread."""
 
-    target: Path
+    target: Place
     plan: WritePlan
     aliases: dict[str, str]
     facts: dict[str, Any]
     own: dict[str, Any]
+
+    failure: str = ""
+    """Why this rank could not keep its share for writing; the ranks learn of it when they write."""
 
     def write(self, group: dist.ProcessGroup | None = None) -> None:
         """Write this rank's files and commit with the others, by a rename on rank 0.
@@ -104,88 +105,34 @@ class StagedSnapshot:
 
     def _write(self, claim: contextlib.ExitStack, group: dist.ProcessGroup | None) -> None:
         target, rank = self.target, dist.get_rank() if dist.is_initialized() else 0
-        partial = Path(gather(str(partial_for(target)), group)[0])
+        store, work = store_of(target), None
         with attempt() as made:
+            if self.failure:
+                raise SnapshotError(self.failure)
             if rank == 0:
-                self._make_room(partial, claim)
-        _raise_together(target, partial, made, group)
+                needed = (math.prod(t.shape) * getattr(torch, t.dtype).itemsize for t in self.plan.index.values())
+                work = store.begin(target, sum(needed), claim)
+        everyones_made = gather((made, work), group)
+        work = everyones_made[0][1]
+        _raise_together(target, work, [failure for failure, _ in everyones_made])
         with attempt() as seen:
-            if not partial.is_dir():
-                raise FileNotFoundError(
-                    "the folder that rank 0 made is not there: the ranks do not share this disk. Save to a folder that "
-                    "all nodes see"
-                )
-        _raise_together(target, partial, seen, group)
+            store.check_shared(work)
+        _raise_together(target, work, gather(seen, group))
         name = f"rank-{rank:05d}"
         files: dict[str, FileRecord] = {}
         with attempt() as written:
             if self.plan.mine:
-                files[f"{name}.safetensors"] = write_tensors(partial / f"{name}.safetensors", self.plan.mine)
-            files[f"{name}.json"] = write_json(partial / f"{name}.json", self.own)
-        everyones = gather(files, group)
-        _raise_together(target, partial, written, group)
+                files[f"{name}.safetensors"] = write_tensors(work / f"{name}.safetensors", self.plan.mine)
+            files[f"{name}.json"] = write_json(work / f"{name}.json", self.own)
+        everyones = gather((written, files), group)
+        _raise_together(target, work, [failure for failure, _ in everyones])
         with attempt() as committed:
             if rank == 0:
-                records = {file: asdict(record) for found in everyones for file, record in found.items()}
-                _commit(partial, target, _manifest(self.aliases, self.plan.index, records, self.facts))
-        _raise_together(target, partial, committed, group)
-
-    def _make_room(self, partial: Path, claim: contextlib.ExitStack) -> None:
-        if self.target.exists():
-            raise FileExistsError(f"{str(self.target)!r} exists already")
-        _make_durable(partial.parent)
-        sweep(partial.parent)  # before the space is looked at: a killed save's folder may be what fills the disk
-        claim.enter_context(claimed(partial))
-        partial.mkdir()
-        needed = sum(math.prod(t.shape) * getattr(torch, t.dtype).itemsize for t in self.plan.index.values())
-        free = shutil.disk_usage(partial).free
-        if free < needed:
-            raise OSError(errno.ENOSPC, f"{needed:,} bytes are needed and {free:,} are free")
-
-
-def stage_snapshot(
-    target: Path,
-    layout: Layout,
-    facts: Mapping[str, Any],
-    own: Mapping[str, Any],
-    buffers: dict[str, torch.Tensor] | None = None,
-) -> StagedSnapshot:
-    """Agree on who writes what, and optionally copy this rank's share to host memory.
-
-    Every rank must call it; they exchange what they hold (not the data).
-
-    Args:
-        target: the final folder; it must not exist.
-        layout: of this rank.
-        facts: plain data that rank 0 puts into the manifest.
-        own: plain data of this rank alone, as its random state.
-        buffers: host memory by entry, made here where it is missing and used again at the next call; training may go
-            on when this returns. None leaves the live tensors in the plan: nothing may change before they are written.
-    """
-    plan = plan_writes(layout)
-    if buffers is not None:
-        with together("could not copy the state to host memory, so nothing was saved"):
-            plan = WritePlan(_to_host(plan.mine, buffers), plan.index)
-    return StagedSnapshot(target, plan, dict(layout.aliases), dict(facts), dict(own))
-
-
-def _to_host(
-    entries: list[tuple[str, torch.Tensor]], buffers: dict[str, torch.Tensor]
-) -> list[tuple[str, torch.Tensor]]:
-    for stale in buffers.keys() - {name for name, _ in entries}:
-        del buffers[stale]
-    devices = set()
-    for name, tensor in entries:
-        buffer = buffers.get(name)
-        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-            pinned = tensor.device.type == "cuda"
-            buffers[name] = buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
-        buffer.copy_(tensor, non_blocking=True)
-        devices.add(tensor.device)
-    for device in devices:
-        if device.type != "cpu":
-            torch.get_device_module(device).synchronize(device)
-    return [(name, buffers[name]) for name, _ in entries]
+                records = {file: asdict(record) for _, found in everyones for file, record in found.items()}
+                store.check_arrived(work, {file: record["size"] for file, record in records.items()})
+                write_text(work / MANIFEST, _signed(_manifest(self.aliases, self.plan.index, records, self.facts)))
+                store.commit(work, target)
+        _raise_together(target, work, gather(committed, group))
 
 
 def _manifest(
@@ -203,57 +150,40 @@ def _manifest(
     return content | dict(facts)
 
 
-def _commit(partial: Path, target: Path, manifest: dict[str, Any]) -> None:
-    write_json(partial / MANIFEST, {"digest": _digest(manifest), "manifest": manifest})
-    flush_folder(partial)
-    partial.rename(target)
-    try:
-        flush_folder(target.parent)
-    except OSError:
-        target.rename(partial)  # what is reported as a failure must not stand there as a snapshot
-        raise
+def _signed(manifest: Mapping[str, Any]) -> str:
+    # Sorted and without line breaks: what is hashed is what is stored, and json's fast encoder serves. The pure Python
+    # one, which breaks lines, would hold up training for long where there are many tensors.
+    text = json.dumps(manifest, sort_keys=True)
+    return f'{{"digest": "{_digest(text)}", "manifest": {text}}}'
 
 
-def _make_durable(folder: Path) -> None:
-    """Make a folder and those above it, each of them flushed into the one above."""
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
-    for path in missing:
-        flush_folder(path.parent)
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def _digest(manifest: Mapping[str, Any]) -> str:
-    import hashlib
-
-    return hashlib.blake2b(json.dumps(manifest, sort_keys=True).encode(), digest_size=16).hexdigest()
-
-
-def _raise_together(target: Path, partial: Path, failure: list[str], group: dist.ProcessGroup | None) -> None:
-    failures = {rank: found[0] for rank, found in enumerate(gather(failure, group)) if found}
-    if not failures:
-        return
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-    raise SnapshotError(f"could not write {str(target)!r}; nothing appeared there. {listed(failures)}")
+def _raise_together(target: Place, work: Place | None, everyones: list[list[str]]) -> None:
+    if any(everyones) and work is not None and (not dist.is_initialized() or dist.get_rank() == 0):
+        store_of(work).abandon(work)
+    raise_any(f"could not write {str(target)!r}; nothing appeared there", everyones)
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     """A committed snapshot, opened for reading."""
 
-    folder: Path
+    folder: Place
     manifest: dict[str, Any]
     digest: str
     """Of the manifest, and so of all that it names."""
 
     @classmethod
-    def open(cls, folder: str | Path) -> Snapshot:
+    def open(cls, folder: str | Place) -> Snapshot:
         """Read a manifest and check that it is whole.
 
         Raises:
             SnapshotError: if there is none, it was changed, or it is of a newer format.
         """
-        path = Path(folder)
+        path = place(folder)
         try:
             content = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
             digest, manifest = content["digest"], content["manifest"]
@@ -261,7 +191,7 @@ class Snapshot:
             raise SnapshotError(f"{str(path)!r} is no snapshot: it has no {MANIFEST}.") from None
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise SnapshotError(f"the manifest of {str(path)!r} cannot be read: {error!r}") from error
-        if _digest(manifest) != digest:
+        if _digest(json.dumps(manifest, sort_keys=True)) != digest:
             raise SnapshotError(f"the manifest of {str(path)!r} was changed after it was written.")
         if manifest["format"] > FORMAT:
             raise SnapshotError(
@@ -279,14 +209,16 @@ class Snapshot:
         Raises:
             SnapshotError: naming the first file that differs.
         """
-        for number, (name, record) in enumerate(sorted(self.manifest["files"].items())):
+        mine = _shared_out({name: record["size"] for name, record in self.manifest["files"].items()}, share[1])[
+            share[0]
+        ]
+        for name, record in sorted(self.manifest["files"].items()):
             path = self.folder / name
             try:
-                size = path.stat().st_size
+                size = file_size(path)
                 if size != record["size"]:
                     raise SnapshotError(f"{str(path)!r} has {size} bytes; the manifest says {record['size']}.")
-                mine = number % share[1] == share[0]
-                if contents and mine and hash_file(path, self.manifest["hash"]) != record["hash"]:
+                if contents and name in mine and hash_file(path, self.manifest["hash"]) != record["hash"]:
                     raise SnapshotError(f"{str(path)!r} is not what was written: its hash differs.")
             except OSError as error:
                 raise SnapshotError(f"{str(path)!r} cannot be read: {error}") from error
@@ -308,10 +240,13 @@ class Snapshot:
 
     def rank_facts(self, rank: int) -> dict[str, Any] | None:
         """Return what a rank of the saving run wrote of itself, or None if there was no such rank."""
-        path = self.folder / f"rank-{rank:05d}.json"
-        if not path.is_file():
+        name = f"rank-{rank:05d}.json"
+        if name not in self.manifest["files"]:
             return None
-        facts: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        try:
+            facts: dict[str, Any] = json.loads((self.folder / name).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise SnapshotError(f"{str(self.folder / name)!r} cannot be read: {error}") from error
         return facts
 
     def check_whole(self, key: str) -> None:
@@ -335,16 +270,7 @@ class Snapshot:
         Raises:
             SnapshotError: if a tensor is missing, has another shape, or is not covered by what was written.
         """
-        with contextlib.ExitStack() as stack:
-            files: dict[str, Any] = {}
-
-            def opened(name: str) -> Any:
-                if name not in files:
-                    from safetensors import safe_open
-
-                    files[name] = stack.enter_context(safe_open(self.folder / name, framework="pt"))
-                return files[name]
-
+        with Reading(self.folder) as reading:
             for key, shard in shards:
                 stored = self.tensor(key)
                 if stored.shape != shard.shape:
@@ -352,22 +278,14 @@ class Snapshot:
                         f"{key!r} has shape {shard.shape} in this run and {stored.shape} in {str(self.folder)!r}."
                     )
                 for box, destination in shard.parts:
-                    _fill(key, box, destination, stored, opened)
+                    reading.fill(key, stored, box, destination)
 
 
-def _fill(key: str, box: Box, destination: torch.Tensor, stored: StoredTensor, opened: Any) -> None:
-    used = []
-    for part in stored.parts:
-        shared = part.box.intersect(box) if box.sizes else box
-        if shared is None:
-            continue
-        used.append(part.box)
-        file = opened(part.file)
-        if shared.sizes:
-            piece = file.get_slice(part.entry)[shared.slices(inside=part.box)]
-            destination[shared.slices(inside=box)].copy_(piece)
-        else:
-            destination.copy_(file.get_tensor(part.entry))
-    missing = uncovered(box, used)
-    if missing:
-        raise SnapshotError(f"{key!r} is not whole in the snapshot: {missing[0]} is nowhere.")
+def _shared_out(sizes: Mapping[str, int], ranks: int) -> list[set[str]]:
+    """Give each rank files to hash, the largest first, each to who has least: the same on every rank."""
+    loads, shares = [0] * ranks, [set[str]() for _ in range(ranks)]
+    for name, size in sorted(sizes.items(), key=lambda item: (-item[1], item[0])):
+        least = loads.index(min(loads))
+        loads[least] += size
+        shares[least].add(name)
+    return shares

@@ -1,4 +1,4 @@
-"""Files of a snapshot: safetensors and JSON, hashed while they are written, flushed to the disk before they count.
+"""Files of a snapshot: safetensors and JSON, hashed while they are written, durable before they count.
 
 ``safetensors`` reads them. It has no writer that streams, which hashing on the way and bounded memory need; the format
 is a length, a JSON header and the bytes (https://github.com/huggingface/safetensors#format).
@@ -6,19 +6,32 @@ is a length, a JSON header and the bytes (https://github.com/huggingface/safeten
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-import os
+from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 import torch
 
+from accel_shard.checkpoint.places import Place
+from accel_shard.checkpoint.stores import store_of
 from accel_shard.errors import SnapshotError
 
-__all__ = ["DTYPE_NAMES", "HASH", "FileRecord", "flush_folder", "hash_file", "write_json", "write_tensors"]
+__all__ = [
+    "DTYPE_NAMES",
+    "HASH",
+    "FileRecord",
+    "bytes_of",
+    "file_size",
+    "hash_file",
+    "write_json",
+    "write_tensors",
+    "write_text",
+]
 
 DTYPE_NAMES: Final = {
     torch.float64: "F64",
@@ -35,6 +48,7 @@ DTYPE_NAMES: Final = {
     torch.float8_e5m2: "F8_E5M2",
 }
 _CHUNK: Final = 1 << 24
+_READ: Final = 1 << 22
 
 try:
     import xxhash
@@ -61,25 +75,45 @@ class FileRecord:
 
 
 class _HashingFile:
-    def __init__(self, path: Path) -> None:
-        self._file, self._hash, self._size = path.open("xb"), _hasher(), 0
+    """A new file. Both hashes let other threads run, so one hashes a piece while it is being written."""
+
+    def __init__(self, path: Place) -> None:
+        self._sink, self._hash, self._size = store_of(path).create(path), _hasher(), 0
+        self._helper = ThreadPoolExecutor(1, "accel_shard hash")
 
     def write(self, data: bytes | memoryview) -> None:
-        self._file.write(data)
-        self._hash.update(data)
+        hashed = self._helper.submit(self._hash.update, data)
+        try:
+            self._sink.write(data)
+        finally:
+            hashed.result()
         self._size += len(data)
 
     def close(self) -> FileRecord:
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
+        self._sink.finish()
         return FileRecord(self._size, self._hash.hexdigest())
 
+    def end(self, *, discard: bool) -> None:
+        self._helper.shutdown()
+        if discard:
+            self._sink.discard()
 
-def write_tensors(path: Path, entries: Sequence[tuple[str, torch.Tensor]]) -> FileRecord:
-    """Write a new safetensors file, flush it to the disk, and return its size and hash.
 
-    Tensors are brought to host memory one after the other. Larger dtypes come first, which keeps all aligned.
+@contextlib.contextmanager
+def _new_file(path: Place) -> Iterator[_HashingFile]:
+    file, done = _HashingFile(path), False
+    try:
+        yield file
+        done = True
+    finally:
+        file.end(discard=not done)
+
+
+def write_tensors(path: Place, entries: Sequence[tuple[str, torch.Tensor]]) -> FileRecord:
+    """Write a new safetensors file, durably, and return its size and hash.
+
+    Tensors are brought to host memory one after the other. Larger dtypes come first, which keeps all aligned; tensors
+    that lie one behind the other in host memory in that order are written as one piece.
 
     Raises:
         OSError: if the disk says no, or the file exists.
@@ -100,50 +134,99 @@ def write_tensors(path: Path, entries: Sequence[tuple[str, torch.Tensor]]) -> Fi
         at += size
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    file = _HashingFile(path)
-    file.write(len(text).to_bytes(8, "little"))
-    file.write(text)
-    for _, tensor in ordered:
-        for piece in _bytes_of(tensor):
-            file.write(piece)
-    return file.close()
+    with _new_file(path) as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for run in _runs([tensor for _, tensor in ordered]):
+            for start in range(0, run.numel(), _CHUNK):
+                file.write(bytes_of(run[start : start + _CHUNK]))
+        return file.close()
 
 
-def _bytes_of(tensor: torch.Tensor) -> Iterator[memoryview]:
-    host: Any = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy()
-    for start in range(0, host.size, _CHUNK):
-        yield memoryview(host[start : start + _CHUNK])
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Return the memory of a contiguous tensor of the host, to read or to write."""
+    raw: Any = tensor.reshape(-1).view(torch.uint8).numpy()
+    return memoryview(raw)
 
 
-def write_json(path: Path, content: Any) -> FileRecord:
-    """Write a new JSON file, flush it to the disk, and return its size and hash.
+def _runs(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield the tensors' bytes in host memory, those of neighbours in one storage together."""
+    run: torch.Tensor | None = None
+    for tensor in tensors:
+        if not tensor.numel():
+            continue
+        flat = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
+        if run is not None and run.data_ptr() + run.numel() == flat.data_ptr() and _one_storage(run, flat):
+            run = run.as_strided((run.numel() + flat.numel(),), (1,))
+        else:
+            if run is not None:
+                yield run
+            run = flat
+    if run is not None:
+        yield run
+
+
+def _one_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+def write_json(path: Place, content: Any) -> FileRecord:
+    """Write a new JSON file, durably, and return its size and hash.
 
     Raises:
         OSError: if the disk says no, or the file exists.
     """
-    file = _HashingFile(path)
-    file.write(json.dumps(content, indent=1).encode())
-    return file.close()
+    return write_text(path, json.dumps(content))
 
 
-def hash_file(path: Path, name: str) -> str:
-    """Return the hash of a file's content.
+def write_text(path: Place, text: str) -> FileRecord:
+    """Write a new file, durably, and return its size and hash.
+
+    Raises:
+        OSError: if the disk says no, or the file exists.
+    """
+    with _new_file(path) as file:
+        file.write(text.encode())
+        return file.close()
+
+
+def file_size(path: Place) -> int:
+    """Return a file's size in bytes.
+
+    Raises:
+        OSError: if there is none.
+    """
+    source = store_of(path).source(path)
+    source.close()
+    return source.size
+
+
+def hash_file(path: Place, name: str) -> str:
+    """Return the hash of a file's content. What comes next is read while a piece is hashed.
 
     Raises:
         SnapshotError: if this machine cannot compute that hash.
         OSError: if it cannot be read.
     """
-    digest = _hasher(name)
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
+    digest, store = _hasher(name), store_of(path)
+    source = store.source(path)
+    # One piece more than readers: the one that is being hashed.
+    spare = deque(memoryview(bytearray(min(_READ, max(source.size, 1)))) for _ in range(store.readers + 1))
+    ahead: deque[tuple[memoryview, Future[None]]] = deque()
+    try:
+        with ThreadPoolExecutor(store.readers) as readers:
+            for at in range(0, source.size, _READ):
+                buffer = spare.popleft() if spare else _hashed(ahead, digest)
+                piece = buffer[: min(_READ, source.size - at)]
+                ahead.append((piece, readers.submit(source.read_into, at, piece)))
+            while ahead:
+                _hashed(ahead, digest)
+    finally:
+        source.close()
     return str(digest.hexdigest())
 
 
-def flush_folder(path: Path) -> None:
-    """Make a folder's entries durable, so that a file in it or a rename of it survives a power cut."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+def _hashed(ahead: deque[tuple[memoryview, Future[None]]], digest: Any) -> memoryview:
+    piece, read = ahead.popleft()
+    read.result()
+    digest.update(piece)
+    return piece

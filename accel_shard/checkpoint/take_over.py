@@ -13,6 +13,7 @@ from accel_shard.checkpoint.foreign import open_foreign
 from accel_shard.checkpoint.foreign_files import Foreign, OptimizerState, Stored
 from accel_shard.checkpoint.plan import gather
 from accel_shard.checkpoint.run_state import restore_groups
+from accel_shard.checkpoint.together import attempt, raise_any
 from accel_shard.errors import SnapshotError
 from accel_shard.layout import Layout, Shard
 from accel_shard.names import canonical
@@ -82,16 +83,12 @@ def start_from(accelerator: PolicyAccelerator, path: Path, *, weights_only: bool
     return 0 if weights_only else source.step or 0
 
 
-def _together(attempt: Callable[[], Any]) -> Any:
+def _together(function: Callable[[], Any]) -> Any:
     """Run something that may fail on this rank alone, as a disk may, and raise on every rank if it failed on any."""
-    outcome, fault = None, ""
-    try:
-        outcome = attempt()
-    except SnapshotError as error:
-        fault = str(error)
-    faults = [text for text in gather(fault) if text]
-    if faults:
-        raise SnapshotError(faults[0])
+    outcome = None
+    with attempt() as failure:
+        outcome = function()
+    raise_any("the run cannot start from there", gather(failure))
     return outcome
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch.distributed as dist
 
 from accel_shard.checkpoint.plan import gather
 from accel_shard.errors import SnapshotError
 
-__all__ = ["attempt", "listed", "together"]
+__all__ = ["attempt", "raise_any", "together"]
 
 
 @contextlib.contextmanager
@@ -40,12 +40,21 @@ def together(outcome: str, group: dist.ProcessGroup | None = None) -> Iterator[N
     """
     with attempt() as failure:
         yield
-    failures = {rank: found[0] for rank, found in enumerate(gather(failure, group)) if found}
+    raise_any(outcome, gather(failure, group))
+
+
+def raise_any(outcome: str, everyones: Sequence[list[str]]) -> None:
+    """Raise if any rank failed. Local; given what :func:`attempt` collected on all ranks.
+
+    Raises:
+        SnapshotError: with each failing rank's reason.
+    """
+    failures = {rank: found[0] for rank, found in enumerate(everyones) if found}
     if failures:
-        raise SnapshotError(f"{outcome}. {listed(failures)}")
+        raise SnapshotError(f"{outcome}. {_listed(failures)}")
 
 
-def listed(failures: dict[int, str]) -> str:
+def _listed(failures: dict[int, str]) -> str:
     """Return the ranks' reasons in one line; a reason that all of them have stands once."""
     reasons = set(failures.values())
     ranks = dist.get_world_size() if dist.is_initialized() else 1

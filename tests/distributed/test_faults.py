@@ -24,7 +24,9 @@ from rank_pool import RankError, RankPool
 from accel_shard import Checkpointer, ShardingPolicy, SnapshotError
 from accel_shard.checkpoint import snapshot as snapshot_module
 from accel_shard.checkpoint.leftovers import claimed, partial_for
-from accel_shard.checkpoint.snapshot import PIN, Snapshot, StagedSnapshot, remove_snapshot
+from accel_shard.checkpoint.snapshot import Snapshot, StagedSnapshot, remove_snapshot
+from accel_shard.checkpoint.staging import HostMemory
+from accel_shard.checkpoint.stores import PIN
 
 WIDTH = 600  # 1.4 MB of weights: large enough to be cut and written by both ranks
 
@@ -473,17 +475,22 @@ def one_rank_cannot(folder: str, what: str) -> str:
     if small.rank == 1 and what == "progress":
         small.checkpointer.progress = {"function": len}
     if small.rank == 1 and what == "copy":
-        failing = replaced(snapshot_module, "_to_host", out_of_memory)
+        failing = replaced(HostMemory, "hold", out_of_memory)
     else:
         failing = contextlib.nullcontext()
     if what == "state":
         state["scale"] = float(small.rank)
     with failing, pytest.raises(SnapshotError) as error:
-        small.checkpointer.save()
+        save_now(small)
     small.checkpointer.progress = {}
     state.pop("scale", None)
     small.save(1)
     return str(error.value)
+
+
+def save_now(small: Small) -> None:
+    small.checkpointer.save()
+    small.checkpointer.wait()
 
 
 def out_of_memory(*_: Any) -> Any:
@@ -494,7 +501,7 @@ def out_of_memory(*_: Any) -> Any:
     ("what", "words"),
     [
         ("progress", "rank 1: progress.function is a builtins.builtin_function_or_method"),
-        ("copy", "rank 1: MemoryError: no host memory"),
+        ("copy", "rank 1: could not copy the state to host memory: MemoryError: no host memory"),
         ("state", "'scale' of 'weight' is a number, or data without a shape, and rank 1 has another"),
     ],
 )

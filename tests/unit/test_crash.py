@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
     ["torch", "accelerate", "accel_shard.accelerator", "accel_shard.checkpoint.checkpointer"]
@@ -37,6 +39,8 @@ def set_weights(model: Any, value: float) -> None:
 
 def save_and_die(folder: str, operation: int) -> None:
     """Save steps 1 and 2; in the save of step 3 die after so many file operations, or not at all if there are fewer."""
+    from accel_shard.checkpoint import places
+
     model, checkpointer = build(folder, keep=1)
     for step in (1, 2):
         set_weights(model, step)
@@ -57,6 +61,7 @@ def save_and_die(folder: str, operation: int) -> None:
     os.fsync, os.rmdir, os.unlink = watched(os.fsync), watched(os.rmdir), watched(os.unlink)
     for name in ("open", "mkdir", "rename"):
         setattr(Path, name, watched(getattr(Path, name)))
+    places.RemotePath.opened = watched(places.RemotePath.opened)  # all that is ever asked of a store
     set_weights(model, 3)
     checkpointer.steps = 3
     checkpointer.save()
@@ -118,9 +123,10 @@ def kill_everywhere(folder: str, answer: Any) -> None:
     answer.send(None)
 
 
-def test_killed_at_every_file_operation(tmp_path: Path) -> None:
+@pytest.mark.parametrize("place", ["", "file://"])
+def test_killed_at_every_file_operation(place: str, tmp_path: Path) -> None:
     ours, theirs = CONTEXT.Pipe()
-    assert run(kill_everywhere, str(tmp_path), theirs) == 0
+    assert run(kill_everywhere, f"{place}{tmp_path}", theirs) == 0
     found = []
     while (row := ours.recv()) is not None:
         found.append(row)

@@ -1,0 +1,29 @@
+"""The benchmark of snapshots runs, measures every way, and loads what it saved. Its figures are not judged here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from launching import finish, start, torchrun
+
+
+@pytest.mark.parametrize("policy", ["ddp", "fsdp2"])
+def test_every_way_is_measured(policy: str, tmp_path: Path) -> None:
+    output, log = tmp_path / "figures.json", tmp_path / "log"
+    arguments = ["--megabytes", "130", "--policy", policy, "--repetitions", "2", "--folder", str(tmp_path)]
+    command = torchrun("recipes/benchmarks/checkpoint.py", *arguments, "-o", str(output), ranks=2)
+    printed = finish(start(command, log), log)
+    found = json.loads(output.read_text())
+    assert found["megabytes"] == pytest.approx(130 * (2 if policy == "ddp" else 1), rel=0.2)
+    assert len(found["saves"]) == 11
+    assert len(found["loads"]) == 5
+    for name, figures in (found["saves"] | found["loads"]).items():
+        assert len(figures["total"]) == 2, name
+        assert min(figures["total"]) > 0, name
+        assert all(a <= b for a, b in zip(figures.get("stall", [0, 0]), figures["total"], strict=True)), name
+    assert found["memory"]["growth_mb"] > 0.4 * found["memory"]["share_mb"], "the copy was seen"
+    for name, (got, _) in found["ratios"].items():
+        assert f"{name}: {got:.2f} (at most" in printed
+    assert [p.name for p in tmp_path.iterdir() if p.is_dir()] == [], "it cleans up"
