@@ -10,7 +10,10 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import TracebackType
 from typing import Any, Final
 
@@ -133,8 +136,8 @@ class Reading:
     def __init__(self, folder: Place) -> None:
         self._folder, self._store = folder, store_of(folder)
         self._files: dict[str, TensorFile] = {}
-        self._threads = ThreadPoolExecutor(self._store.readers, "accel_shard read")
-        self._pending: list[Future[None]] = []
+        # Begun when all are known: threads that read while this one still plans would wait for each other in Python.
+        self._jobs: deque[Callable[[], None]] = deque()
 
     def __enter__(self) -> Reading:
         return self
@@ -142,15 +145,32 @@ class Reading:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._threads.shutdown(cancel_futures=error is not None)
-        for file in self._files.values():
-            file.source.close()
-        if error is None:
-            for done in self._pending:
+        try:
+            if error is None:
+                self._work_off()
+        finally:
+            for file in self._files.values():
+                file.source.close()
+
+    def _work_off(self) -> None:
+        with ThreadPoolExecutor(self._store.readers, "accel_shard read") as threads:
+            for done in [threads.submit(self._work) for _ in range(self._store.readers)]:
                 done.result()
 
+    def _work(self) -> None:
+        while True:
+            try:
+                job = self._jobs.popleft()
+            except IndexError:
+                return
+            try:
+                job()
+            except OSError as error:
+                self._jobs.clear()
+                raise SnapshotError(f"{str(self._folder)!r} cannot be read: {error}") from error
+
     def fill(self, key: str, stored: StoredTensor, box: Box, destination: torch.Tensor) -> None:
-        """Begin to fill ``destination`` with a box of a stored tensor.
+        """Ask for ``destination`` to be filled with a box of a stored tensor.
 
         Raises:
             SnapshotError: if the stored pieces do not cover the box, or a file is not what the manifest says.
@@ -171,37 +191,14 @@ class Reading:
         read, starts, length = byte_runs(part.box, shared, kind.itemsize, self._store.gap)
         direct = read == shared and target.device.type == "cpu" and target.dtype == kind and target.is_contiguous()
         if not direct:
-            self._submit(
-                self._fill_by_way_of_host, file, [base + s for s in starts], length, read, shared, kind, target
-            )
+            starts = [base + start for start in starts]
+            self._jobs.append(partial(_fill_by_way_of_host, file, starts, length, read, shared, kind, target))
             return
         raw = bytes_of(target)
         for number, start in enumerate(starts):
             for at in range(0, length, _PIECE):
-                stop = min(at + _PIECE, length)
-                self._submit(
-                    file.source.read_into, base + start + at, raw[number * length + at : number * length + stop]
-                )
-
-    def _fill_by_way_of_host(
-        self, file: TensorFile, starts: list[int], length: int, read: Box, shared: Box, kind: torch.dtype,
-        target: torch.Tensor,
-    ) -> None:  # fmt: skip
-        host = torch.empty(len(starts) * length, dtype=torch.uint8)
-        raw = bytes_of(host)
-        for number, start in enumerate(starts):
-            file.source.read_into(start, raw[number * length : (number + 1) * length])
-        with torch.no_grad():
-            target.copy_(host.view(kind).reshape(read.sizes)[shared.slices(inside=read)])
-
-    def _submit(self, function: Any, *arguments: Any) -> None:
-        def read() -> None:
-            try:
-                function(*arguments)
-            except OSError as error:
-                raise SnapshotError(f"{str(self._folder)!r} cannot be read: {error}") from error
-
-        self._pending.append(self._threads.submit(read))
+                piece = raw[number * length + at : number * length + min(at + _PIECE, length)]
+                self._jobs.append(partial(file.source.read_into, base + start + at, piece))
 
     def _opened(self, name: str) -> TensorFile:
         if name not in self._files:
@@ -210,3 +207,15 @@ class Reading:
             except OSError as error:
                 raise SnapshotError(f"{str(self._folder / name)!r} cannot be read: {error}") from error
         return self._files[name]
+
+
+def _fill_by_way_of_host(
+    file: TensorFile, starts: list[int], length: int, read: Box, shared: Box, kind: torch.dtype,
+    target: torch.Tensor,
+) -> None:  # fmt: skip
+    host = torch.empty(len(starts) * length, dtype=torch.uint8)
+    raw = bytes_of(host)
+    for number, start in enumerate(starts):
+        file.source.read_into(start, raw[number * length : (number + 1) * length])
+    with torch.no_grad():
+        target.copy_(host.view(kind).reshape(read.sizes)[shared.slices(inside=read)])

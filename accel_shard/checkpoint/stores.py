@@ -154,7 +154,8 @@ class _DiskSource(Source):
 
 
 class _Disk(Store):
-    readers = 2
+    # Where each rank has a core, a second thread would only take it from the others.
+    readers = max(1, min(4, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
     gap = 1 << 16
 
     def folders(self, root: Path) -> list[Path]:

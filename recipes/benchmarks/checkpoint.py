@@ -85,12 +85,7 @@ class Bench:
         self.stager = DefaultStager(StagingOptions(False, False, False, False))
         self.group = dist.new_group(backend="gloo")
         self.whole = self._gathered()
-        self.bytes = sum(_bytes(t) for t in self.state().values())
-
-    def state(self) -> dict[str, torch.Tensor]:
-        """Return this rank's tensors by key."""
-        layout = self.accelerator.backend.layout(self.accelerator, *self.accelerator.trained)
-        return {f"{k}@{b.offsets}": t for k, shard in layout.tensors() for b, t in shard.parts}
+        self.bytes = 0  # this rank's share of what is saved; known after the first save
 
     def _gathered(self) -> dict[str, Any]:
         return self._dictionaries(StateDictOptions(full_state_dict=True, cpu_offload=True))
@@ -232,15 +227,12 @@ class Bench:
         return _all(start)
 
     def copy(self) -> Figures:
-        """This rank's tensors into memory that is there: the floor of a stall."""
-        if not hasattr(self, "_copies"):
-            self._copies = [torch.empty_like(t) for t in self.state().values()]
-        tensors = list(self.state().values())
+        """As many bytes, from memory to memory that is there: the floor of a stall."""
+        here, there = torch.ones(self.bytes, dtype=torch.uint8), torch.ones(self.bytes, dtype=torch.uint8)
         dist.barrier()
         start = time.perf_counter()
-        for copy, tensor in zip(self._copies, tensors, strict=True):
-            copy.copy_(tensor)
-        return {"total": time.perf_counter() - start}
+        there.copy_(here)
+        return _all(start)
 
     def memory_of_a_background_save(self) -> Figures:
         """Return the growth of resident memory, at its peak, in the first save in the background, and the share."""
@@ -257,6 +249,8 @@ class Bench:
         self.save_ours_background()
         over.set()
         watcher.join()
+        (file,) = self.folder.glob(f"background/*/rank-{self.rank:05d}.safetensors")
+        self.bytes = file.stat().st_size
         return {"growth_mb": (peak - before) / 1e6, "share_mb": self.bytes / 1e6}
 
     def clear(self) -> None:
@@ -289,10 +283,6 @@ LOADS: dict[str, Callable[[Bench], Figures]] = {
     "dcp.load": Bench.load_dcp,
     "accelerate load_state": Bench.load_accelerate,
 }
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _all(start: float) -> Figures:
