@@ -8,7 +8,7 @@ the sample's place in that order, not from the process's own, which is left as i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
@@ -18,7 +18,10 @@ from accel_shard.errors import DataOrderError
 from accel_shard.sample_order import Deal, Keys, Place, derived_seed, random_state_left_alone, set_seeds
 from accel_shard.stream import StreamReader
 
-__all__ = ["Batches"]
+if TYPE_CHECKING:
+    from accel_shard.accelerator import PolicyAccelerator
+
+__all__ = ["Batches", "batches_of"]
 
 _FROM_LOADER: Final = ("num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context")
 
@@ -202,6 +205,24 @@ class Batches(Iterator[Any]):
         self.close()
         self._place = Place(state["epoch"], state["position"], state["stream"], state["since"])
         self._handed_out = 0
+
+
+def batches_of(
+    accelerator: PolicyAccelerator, loader: Any, seed: int, epochs: int | None, padding: int | None, window: int
+) -> Batches:
+    """Deal a loader's samples out to an accelerator's ranks, as :meth:`accel_shard.Checkpointer.batches`."""
+    from accelerate.utils import send_to_device
+
+    given, ranks = accelerator.loader_given(loader), accelerator.num_processes
+    size = given.batch_size or 1
+    if accelerator.split_batches:
+        size //= ranks
+    device, overlap = accelerator.device, accelerator.non_blocking
+    return Batches(
+        given, Deal(accelerator.process_index, ranks, size, accelerator.gradient_accumulation_steps),
+        seed=seed, epochs=epochs, padding=padding, window=window,
+        to_device=lambda batch: send_to_device(batch, device, non_blocking=overlap),
+    )  # fmt: skip
 
 
 def _refuse(loader: Any, *, streamed: bool, padding: int | None, window: int) -> None:

@@ -82,6 +82,7 @@ class Arguments:
     save_steps: int | None = option(None, "optimizer steps between snapshots; default: none are saved by steps")
     save_minutes: float | None = option(None, "minutes between snapshots; default: none are saved by time")
     save_total_limit: int | None = option(None, "how many of the newest snapshots are kept; default: all")
+    save_best: bool = option(False, "save whenever the evaluation is the best so far; that snapshot is kept too")
     stop_after: int | None = option(None, "save and stop after so many optimizer steps of this launch")
 
     def __post_init__(self) -> None:
@@ -210,12 +211,13 @@ def main() -> None:
     model, optimizer, train_loader, eval_loader, scheduler = accelerator.prepare(
         model, optimizer, train_loader, eval_loader, scheduler
     )
-    accelerator.init_trackers("finetune", config={key: value for key, value in vars(args).items() if value is not None})
     accelerator.print(f"policy {policy.to_line()} on {ranks} ranks; {len(blocks)} blocks, {global_batch} in a step")
 
-    limits = {"every": args.save_steps, "minutes": args.save_minutes, "keep": args.save_total_limit}
-    with Checkpointer(accelerator, folder / "checkpoints", **limits) as checkpointer:
+    when = {"every": args.save_steps, "minutes": args.save_minutes, "best": "min" if args.save_best else None}
+    with Checkpointer(accelerator, folder / "checkpoints", keep=args.save_total_limit, **when) as checkpointer:
         resumed = checkpointer.resume(args.resume_from_checkpoint)
+        config = {key: value for key, value in vars(args).items() if value is not None}
+        accelerator.init_trackers("finetune", config, checkpointer.tracker_arguments())
         batches = checkpointer.batches(train_loader, seed=args.seed, padding=PADDING)
         report, first = Reporter(accelerator, folder, steps, after=checkpointer.steps), checkpointer.steps
         if not resumed:
@@ -228,9 +230,10 @@ def main() -> None:
             if step % args.logging_steps == 0 or step == steps:
                 mean = float(accelerator.reduce(loss) / tokens)
                 report.train(step, loss=mean, learning_rate=learning_rate, grad_norm=float(grad_norm))
+            score = None
             if step % args.eval_steps == 0 or step == steps:
-                report.evaluation(step, loss=evaluate(accelerator, model, eval_loader))
-            checkpointer.step()
+                report.evaluation(step, loss=(score := evaluate(accelerator, model, eval_loader)))
+            checkpointer.step(score=score if args.save_best else None)
         if last < steps:
             accelerator.print(f"stopped after step {last} of {steps}; go on with --resume_from_checkpoint auto")
             checkpointer.save()

@@ -5,15 +5,13 @@ from __future__ import annotations
 import atexit
 import contextlib
 import signal
-import threading
 import time
+import uuid
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
-import torch.distributed as dist
 from accelerate.logging import get_logger
-from accelerate.utils import send_to_device
 
 from accel_shard.checkpoint.folder import SnapshotFolder
 from accel_shard.checkpoint.meeting import Meeting, check_one_folder
@@ -21,15 +19,17 @@ from accel_shard.checkpoint.places import Place, RemotePath, place
 from accel_shard.checkpoint.plain import decode, encode
 from accel_shard.checkpoint.plan import gather
 from accel_shard.checkpoint.run_state import Collected, restore, restore_random_state, restore_weights
+from accel_shard.checkpoint.scores import Scores
 from accel_shard.checkpoint.snapshot import Snapshot, StagedSnapshot
 from accel_shard.checkpoint.staging import Stager
 from accel_shard.checkpoint.stores import MANIFEST, PIN
 from accel_shard.checkpoint.take_over import start_from
 from accel_shard.checkpoint.together import attempt, raise_any
+from accel_shard.checkpoint.tracker_runs import logged_to, to_go_on
 from accel_shard.checkpoint.trust import candidates, is_snapshot, trusted
-from accel_shard.data import Batches
+from accel_shard.checkpoint.writer import Writer
+from accel_shard.data import Batches, batches_of
 from accel_shard.errors import SnapshotError
-from accel_shard.sample_order import Deal
 
 if TYPE_CHECKING:
     from accel_shard.accelerator import PolicyAccelerator
@@ -54,7 +54,9 @@ class Checkpointer:
             see it.
         every: save each so many optimizer steps; None never by itself.
         minutes: save when so many minutes have passed since the last one; None never.
-        keep: how many of the newest snapshots stay; None is all. Pinned ones stay beside them.
+        keep: how many of the newest snapshots stay; None is all. Pinned ones and the best stay beside them.
+        best: ``min`` or ``max``: :meth:`step` is given scores, saves whenever one is the best so far, and that snapshot
+            stays.
         background: copy to host memory and write from a thread while training goes on; one save is in flight at most.
             It needs host memory for this rank's share. A failure is raised by the next call, on every rank.
         patience: seconds that a rank waits in :meth:`save` for the others to call it too.
@@ -73,6 +75,7 @@ class Checkpointer:
         every: int | None = None,
         minutes: float | None = None,
         keep: int | None = None,
+        best: str | None = None,
         background: bool = True,
         patience: float = 300.0,
     ) -> None:
@@ -87,19 +90,19 @@ class Checkpointer:
         self.steps = 0
         self.progress: dict[str, Any] = {}
         self._asked = False
+        self._scores = Scores(best)
+        self._run, self._tracker_runs = uuid.uuid4().hex, dict[str, str]()
         self._signal: signal.Signals | None = None
-        self._saved_at_step, self._saved_at = -1, time.monotonic()
-        self._saved_in: Place | None = None
+        self._saved_at = time.monotonic()
         self._former: dict[int, Any] = {}
         self._meeting = Meeting(patience)
-        self._background, self._stager = background, Stager(background=background)
-        self._thread: threading.Thread | None = None
-        self._failure: SnapshotError | None = None
+        self._stager = Stager(background=background)
+        self._writer = Writer(self._meeting, self._committed, background=background)
         self._batches: dict[str, Batches] = {}
         self._places: dict[str, Any] = {}
         self._place = SnapshotFolder(self.folder)
         accelerator.before_end.append(self.wait)
-        atexit.register(self._last_wait)  # for those who use no `with`
+        atexit.register(self._writer.last_wait)  # for those who use no `with`
 
     def __enter__(self) -> Checkpointer:
         for number in (signal.SIGTERM, signal.SIGUSR1):
@@ -116,12 +119,12 @@ class Checkpointer:
             if error is None or isinstance(error, SystemExit):
                 self.wait()
             else:
-                self._last_wait()
+                self._writer.last_wait()
         finally:
             # Only now: a second signal must not end the process while the last save is written.
             for number, handler in self._former.items():
                 signal.signal(number, handler)
-            atexit.unregister(self._last_wait)
+            atexit.unregister(self._writer.last_wait)
         if error is None and self._signal is not None:
             signal.raise_signal(self._signal)  # it came after the last step, which did not answer it
 
@@ -130,34 +133,43 @@ class Checkpointer:
 
     # ---- saving ----------------------------------------------------------------------------------------------
 
-    def step(self) -> bool:
+    def step(self, *, score: float | None = None) -> bool:
         """Count an optimizer step and save if a save is due. Every rank must call it, once a micro-batch or step.
 
-        Inside an accumulation window it does nothing. It sums three numbers over the ranks' hosts.
+        Inside an accumulation window it does nothing. It sums four numbers over the ranks' hosts.
+
+        Args:
+            score: of an evaluation of these weights, for ``best``; rank 0's counts.
 
         Returns:
             Whether a save was made, or begun.
 
         Raises:
+            ValueError: for a score without ``best``.
             SystemExit: with code 75, after a signal and a save.
             SnapshotError: on every rank, if this save or one in the background failed; training itself is unharmed.
         """
         if not self.accelerator.sync_gradients:
+            if score is not None:
+                raise ValueError(f"score is {score!r} inside an accumulation window, when no weights have changed yet.")
             return False
         self.steps += 1
+        better = self._scores.note(score) and self.accelerator.is_main_process
         by_clock = self.minutes is not None and time.monotonic() - self._saved_at >= 60 * self.minutes
-        late, signalled, failed = self._meeting.any_rank(by_clock, self._signal is not None, self._failure is not None)
+        late, signalled, failed, better = self._meeting.any_rank(
+            by_clock, self._signal is not None, self._writer.failed, better
+        )
         if failed:
-            self._raise_failure()
+            self._writer.raise_failure()
         due = self.every is not None and self.steps % self.every == 0
-        if due or late or signalled or self._asked:
+        if due or late or signalled or better or self._asked:
             self.save()
         if signalled:
             self.wait()
             self._signal = None
             logger.info("stopped by a signal after step %d; start again to go on", self.steps, main_process_only=True)
             raise SystemExit(PREEMPTED)
-        return due or late or self._saved_at_step == self.steps
+        return self._writer.last is not None and self._writer.last[0] == self.steps
 
     def save(self) -> Place | None:
         """Save now, or at the end of the accumulation window if one is open (then None is returned).
@@ -171,29 +183,17 @@ class Checkpointer:
             self._asked = True
             return None
         self._asked = False
-        if self._saved_at_step == self.steps:
-            return self._saved_in
+        if self._writer.last is not None and self._writer.last[0] == self.steps:
+            return self._writer.last[1]
         self._meeting.meet()
-        self._settle()
+        self._writer.settle()
         started = time.monotonic()
         staged = self._staged()
-        if not self._background:
-            self._write(staged, None)
-        else:
-            self._thread = threading.Thread(
-                target=self._write_quietly, args=(staged,), name="accel_shard save", daemon=True
-            )
-            self._thread.start()
-        self._saved_at_step, self._saved_in, self._saved_at = self.steps, staged.target, time.monotonic()
-        stood = time.monotonic() - started
-        logger.info(
-            "step %d: training stood still for %.3f s to save %s",
-            self.steps,
-            stood,
-            staged.target,
-            main_process_only=True,
-        )
-        return self._saved_in
+        self._writer.write(staged, self.steps)
+        self._saved_at = time.monotonic()
+        what = f"step {self.steps}: training stood still for {self._saved_at - started:.3f} s to save {staged.target}"
+        logger.info("%s", what, main_process_only=True)
+        return staged.target
 
     def _staged(self) -> StagedSnapshot:
         """Agree on a snapshot of this moment; one that is written in the background is copied first."""
@@ -215,24 +215,22 @@ class Checkpointer:
         target, number = answers[0][0]
         facts, own = collected.settle([offer for *_, offer in answers])
         facts |= {"step": self.steps, "sequence": number, "launch": self._place.launch, "data": data}
+        facts |= self._own_facts()
         keep_plan = all(same for _, _, same, _ in answers)
         return self._stager.stage(target, layout, facts, own, keep_plan=keep_plan)
 
-    def _write(self, staged: StagedSnapshot, group: dist.ProcessGroup | None) -> None:
-        staged.write(group)
-        if self.keep is not None and self.accelerator.is_main_process:
-            self._place.retain(self.keep)
+    def _own_facts(self) -> dict[str, Any]:
+        """Return what the manifest says of the run as a whole; rank 0's counts."""
+        self._tracker_runs |= logged_to(self.accelerator.trackers)
+        return {"run": self._run, "tracker_runs": dict(self._tracker_runs)} | self._scores.facts()
 
-    def _write_quietly(self, staged: StagedSnapshot) -> None:
-        try:
-            self._write(staged, self._meeting.writers)
-        except SnapshotError as error:
-            self._failure = error
-        except Exception as error:  # a rank is gone; what it was must reach the loop, not the thread's end
-            self._failure = SnapshotError(f"the save to {str(staged.target)!r} broke off: {error!r}")
+    def _committed(self, staged: StagedSnapshot) -> None:
+        self._scores.saved(staged.facts)
+        if self.keep is not None and self.accelerator.is_main_process:
+            self._place.retain(self.keep, self.best() if self._scores.mode is not None else None)
 
     def wait(self, limit: float | None = None) -> None:
-        """Wait until no save is in flight.
+        """Wait until no save is in flight. Local.
 
         Args:
             limit: seconds; after them it returns, and the save goes on. The next one waits for it.
@@ -240,37 +238,16 @@ class Checkpointer:
         Raises:
             SnapshotError: if the save failed.
         """
-        if self._thread is not None:
-            self._thread.join(limit)
-            if self._thread.is_alive():
-                # It stays known: the next save must not write into the memory from which this one reads.
-                logger.warning("a save was still in flight after %s s", limit)
-                return
-            self._thread = None
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            self._saved_at_step = -1
-            raise failure
+        self._writer.wait(limit)
 
-    def _settle(self) -> None:
-        """Wait for a save in flight, so that all ranks go on or all raise, whichever of them knows why."""
-        if self._thread is not None:
-            self._thread.join()
-        if self._meeting.any_rank(self._failure is not None)[0]:
-            self._raise_failure()
-        self.wait()
+    def best(self) -> Place | None:
+        """Return this run's snapshot with the best score, if any is left. Local; rank 0 alone need call it.
 
-    def _raise_failure(self) -> None:
-        self.wait()
-        self._saved_at_step = -1  # on this rank too, or the next save of this step would find the others alone
-        raise SnapshotError("a save in the background failed on another rank; see its message")
-
-    def _last_wait(self) -> None:
-        """Give a save in flight a minute more. Ranks may be gone by now, and no error of its own may hide theirs."""
-        try:
-            self.wait(limit=60.0)
-        except SnapshotError as error:
-            logger.error("%s", error)
+        Raises:
+            ValueError: if nothing says what is best.
+            OSError: if the folder cannot be listed.
+        """
+        return self._place.best(self._run, self._scores.require())
 
     def pin(self, snapshot: str | Place) -> None:
         """Keep a snapshot whatever :attr:`keep` says. Local; rank 0 alone need call it.
@@ -304,7 +281,7 @@ class Checkpointer:
             SnapshotError: if the named snapshot, or every snapshot in the folder, is bad, or is of another model.
             ValueError: for ``weights_only`` without a path.
         """
-        self._settle()
+        self._writer.settle()
         named = source not in ("auto", "none")
         if weights_only and not named:
             raise ValueError(f"weights_only=True with source {source!r}. Allowed: with the path of a checkpoint.")
@@ -339,25 +316,34 @@ class Checkpointer:
                 raise SnapshotError(f"no snapshot can be trusted: {fault}")
             restore_weights(self.accelerator, snapshot)
             logger.info("started from the weights of %s", path, main_process_only=True)
-        self.steps, self._saved_at_step, self._saved_at = steps, -1, time.monotonic()
+        self.steps, self._writer.last, self._saved_at = steps, None, time.monotonic()
 
     def _restore(self, snapshot: Snapshot) -> None:
         self.progress = restore(self.accelerator, snapshot)
         self.steps = snapshot.manifest["step"]
         # One from elsewhere is not in this folder yet, should the loop ask for a save at once.
-        here = snapshot.folder.parent == self.folder
-        self._saved_at_step, self._saved_in = self.steps if here else -1, snapshot.folder
+        self._writer.last = (self.steps, snapshot.folder) if snapshot.folder.parent == self.folder else None
         self._saved_at = time.monotonic()
-        self._places = decode(snapshot.manifest.get("data", {}))
+        facts = snapshot.manifest
+        self._run, self._tracker_runs = facts.get("run", self._run), dict(facts.get("tracker_runs", {}))
+        self._scores.saved(facts)
+        self._places = decode(facts.get("data", {}))
         for name, batches in self._batches.items():
             if name in self._places:
                 batches.load_state_dict(self._places[name])
-        former, note = snapshot.manifest["world_size"], ""
+        former, note = facts["world_size"], ""
         if former != self.accelerator.num_processes:
             note = f" (saved by {former} ranks; new ranks got random streams of their own)"
         logger.info("resumed %s after step %d%s", snapshot.folder, self.steps, note, main_process_only=True)
         # Last: what comes before may draw numbers.
         restore_random_state(self.accelerator, snapshot)
+
+    def tracker_arguments(self) -> dict[str, dict[str, Any]]:
+        """Return the ``init_kwargs`` with which ``init_trackers`` goes on in the run's own W&B or MLflow run. Local.
+
+        Call it after :meth:`resume`; a fresh start has none. Merge yours in, if you have any.
+        """
+        return to_go_on(self._tracker_runs)
 
     # ---- data ------------------------------------------------------------------------------------------------
 
@@ -394,17 +380,7 @@ class Checkpointer:
         Raises:
             DataOrderError: if the loader's order cannot be fixed, or is not that of the snapshot.
         """
-        accelerator, loader = self.accelerator, self.accelerator.loader_given(loader)
-        ranks = accelerator.num_processes
-        size = loader.batch_size or 1
-        if accelerator.split_batches:
-            size //= ranks
-        deal = Deal(accelerator.process_index, ranks, size, accelerator.gradient_accumulation_steps)
-        device, overlap = accelerator.device, accelerator.non_blocking
-        batches = Batches(
-            loader, deal, seed=seed, epochs=epochs, padding=padding, window=shuffle_window,
-            to_device=lambda batch: send_to_device(batch, device, non_blocking=overlap),
-        )  # fmt: skip
+        batches = batches_of(self.accelerator, loader, seed, epochs, padding, shuffle_window)
         if name in self._places:
             batches.load_state_dict(self._places[name])
         self._batches[name] = batches

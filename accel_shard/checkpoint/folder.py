@@ -33,6 +33,7 @@ class SnapshotFolder:
         self.refused: set[Place] = set()
         self._known: dict[Place, int] = {}
         self._own: set[Place] = set()
+        self._scores: dict[Place, tuple[str, float | None]] = {}
         self._arrived_at: int | None = None
 
     def arrive(self) -> list[Place]:
@@ -79,8 +80,25 @@ class SnapshotFolder:
             )
         self._own.add(path)
 
-    def retain(self, keep: int) -> None:
-        """Remove all but so many of the newest, and the pinned ones; only ever called after a newer commit.
+    def best(self, run: str, mode: str) -> Place | None:
+        """Return the snapshot of a run with the lowest (``min``) or highest (``max``) score; the last of equals.
+
+        Raises:
+            OSError: if the place cannot be listed.
+        """
+        scored = []
+        for number, path in find_snapshots(self.path, self._known):
+            if number >= 0 and path not in self.refused:
+                if path not in self._scores:
+                    facts = Snapshot.open(path).manifest
+                    self._scores[path] = facts.get("run", ""), facts.get("score")
+                whose, score = self._scores[path]
+                if whose == run and score is not None:
+                    scored.append((-score if mode == "min" else score, number, path))
+        return max(scored)[2] if scored else None
+
+    def retain(self, keep: int, best: Place | None = None) -> None:
+        """Remove all but so many of the newest, the best and the pinned ones; only ever called after a newer commit.
 
         What cannot be read as a snapshot, or was refused, neither counts nor goes: it may be somebody else's folder, or
         the fault of the disk. Nothing is raised: the new snapshot is safe, and other ranks know nothing of this.
@@ -93,7 +111,7 @@ class SnapshotFolder:
             return
         for path in good[keep:]:
             try:
-                if not (path / PIN).exists():
+                if path != best and not (path / PIN).exists():
                     remove_snapshot(path)
             except OSError as error:
                 logger.warning("could not remove the old snapshot %s: %s", path, error)
