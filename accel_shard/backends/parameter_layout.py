@@ -122,9 +122,10 @@ def materialize(
         state = {key: scalar_on(value, parameter, group) for key, value in scalars.get(name, {}).items()}
         for key, (shape, dtype) in shapes.get(name, {}).items():
             if tuple(shape) == layout.weights[name].shape:
-                state[key] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+                # Not zeros: it is filled whole, or the load fails.
+                state[key] = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
             elif tuple(parameter.shape) == layout.weights[name].shape and not hasattr(parameter, "placements"):
-                state[key] = torch.zeros(shape, dtype=dtype, device=parameter.device)
+                state[key] = torch.empty(shape, dtype=dtype, device=parameter.device)
             else:
                 raise UnsupportedPolicyError(
                     f"the checkpoint's optimizer state {key!r} of {name!r} has shape {tuple(shape)}, not the "
