@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from accel_shard.errors import DataOrderError
-from accel_shard.sample_order import Deal, Keys, Place, derived_seed, random_state_left_alone, set_seeds
+from accel_shard.sample_order import Cursor, Deal, Keys, derived_seed, random_state_left_alone, set_seeds
 from accel_shard.stream import StreamReader
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class Batches(Iterator[Any]):
     ) -> None:
         self.loader, self.deal, self.seed, self.epochs, self.padding = loader, deal, seed, epochs, padding
         self.window, self._to_device = window, to_device
-        self._place, self._handed_out = Place(0, 0), 0
+        self._cursor, self._handed_out = Cursor(0, 0), 0
         self._source: Iterator[Any] | None = None
         self._streamed = isinstance(loader.dataset, IterableDataset)
         _refuse(loader, streamed=self._streamed, padding=padding, window=window)
@@ -90,12 +90,12 @@ class Batches(Iterator[Any]):
     @property
     def epoch(self) -> int:
         """Epoch of the next sample, from 0."""
-        return self._place.epoch
+        return self._cursor.epoch
 
     @property
     def position(self) -> int:
         """How many samples of that epoch were handed out, to all ranks together."""
-        return self._place.position
+        return self._cursor.position
 
     @property
     def steps_per_epoch(self) -> int:
@@ -129,14 +129,14 @@ class Batches(Iterator[Any]):
         if self._source is None:
             self._source = self._open()
         if self._streamed:
-            batch, place = next(self._source)
-            if self._is_over(place.epoch) and place.position >= self.deal.round:  # it is the next epoch's alone
+            batch, cursor = next(self._source)
+            if self._is_over(cursor.epoch) and cursor.position >= self.deal.round:  # it is the next epoch's alone
                 self.close()
                 raise StopIteration
-            self._place = place
+            self._cursor = cursor
         else:
             batch = next(self._source)
-            self._place = self._place.advance(self.deal.round, self._length)
+            self._cursor = self._cursor.advance(self.deal.round, self._length)
         self._handed_out += 1
         return self._to_device(batch)
 
@@ -160,11 +160,11 @@ class Batches(Iterator[Any]):
             # In one order by one worker: several would each read all of it.
             settings |= {"num_workers": min(1, settings["num_workers"])}
             reader = StreamReader(
-                self.loader.dataset, collate, self.deal, self.seed, self._place,
+                self.loader.dataset, collate, self.deal, self.seed, self._cursor,
                 window=self.window, drop_last=self.loader.drop_last, batched=batched,
             )  # fmt: skip
             return iter(DataLoader(reader, batch_size=None, collate_fn=_as_it_is, **settings))
-        keys: Any = Keys(self._sampler, self.seed, self.deal, self._place, self._length, self.padding)
+        keys: Any = Keys(self._sampler, self.seed, self.deal, self._cursor, self._length, self.padding)
         fetcher = _Fetcher(self.loader.dataset, collate, self.seed, batched=batched, nested=self._nested)
         return iter(DataLoader(fetcher, batch_sampler=keys, collate_fn=_as_it_is, **settings))
 
@@ -175,8 +175,8 @@ class Batches(Iterator[Any]):
         return {
             "epoch": self.epoch,
             "position": self.position,
-            "stream": self._place.state,
-            "since": self._place.since,
+            "stream": self._cursor.state,
+            "since": self._cursor.since,
             "seed": self.seed,
             "window": self.window,
             "samples_in_step": self.deal.whole,
@@ -203,7 +203,7 @@ class Batches(Iterator[Any]):
                     "from the snapshot's weights."
                 )
         self.close()
-        self._place = Place(state["epoch"], state["position"], state["stream"], state["since"])
+        self._cursor = Cursor(state["epoch"], state["position"], state["stream"], state["since"])
         self._handed_out = 0
 
 

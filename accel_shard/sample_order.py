@@ -18,11 +18,11 @@ from torch.utils.data import RandomSampler, SequentialSampler, get_worker_info
 
 from accel_shard.errors import DataOrderError
 
-__all__ = ["Deal", "Keys", "Place", "derived_seed", "epoch_order", "random_state_left_alone", "set_seeds"]
+__all__ = ["Deal", "Keys", "Cursor", "derived_seed", "epoch_order", "random_state_left_alone", "set_seeds"]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Cursor:
     """Where a run is in the order of samples, the same on every rank.
 
     Attributes:
@@ -37,10 +37,10 @@ class Place:
     state: Any = None
     since: int = 0
 
-    def advance(self, samples: int, length: int) -> Place:
+    def advance(self, samples: int, length: int) -> Cursor:
         """Return the place so many samples on, in epochs of one length."""
         passed, position = divmod(self.position + samples, length)
-        return Place(self.epoch + passed, position)
+        return Cursor(self.epoch + passed, position)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +151,7 @@ class _Indices(Sequence[int]):
 class Keys:
     """What this rank fetches, micro-batch by micro-batch, for ever: ``(epoch, position, sampler's item)``."""
 
-    def __init__(self, sampler: Any, seed: int, deal: Deal, start: Place, length: int, padding: int | None) -> None:
+    def __init__(self, sampler: Any, seed: int, deal: Deal, start: Cursor, length: int, padding: int | None) -> None:
         self.sampler, self.seed, self.deal, self.start = sampler, seed, deal, start
         self.length, self.padding = length, padding
 

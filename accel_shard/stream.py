@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from accel_shard.errors import DataOrderError
-from accel_shard.sample_order import Deal, Place, derived_seed, random_state_left_alone, set_seeds
+from accel_shard.sample_order import Cursor, Deal, derived_seed, random_state_left_alone, set_seeds
 
 __all__ = ["StreamReader", "has_exact_state"]
 
@@ -41,7 +41,7 @@ class StreamReader(IterableDataset[Any]):
         collate: Callable[[Any], Any],
         deal: Deal,
         seed: int,
-        start: Place,
+        start: Cursor,
         *,
         window: int,
         drop_last: bool,
@@ -51,51 +51,51 @@ class StreamReader(IterableDataset[Any]):
         self.window, self.drop_last, self.batched = window, drop_last, batched
         self.resumable = has_exact_state(dataset)
 
-    def __iter__(self) -> Iterator[tuple[Any, Place]]:
+    def __iter__(self) -> Iterator[tuple[Any, Cursor]]:
         deal = self.deal
-        held: list[tuple[Any, Place]] = []
+        held: list[tuple[Any, Cursor]] = []
         group = deal.whole if self.drop_last else deal.round
-        for sample, place in self._samples():
+        for sample, cursor in self._samples():
             if sample is None:  # the end of an epoch
                 held = [] if self.drop_last else held
                 continue
-            held.append((sample[0], place))
+            held.append((sample[0], cursor))
             if len(held) == group:
                 for first in range(0, group, deal.round):
                     mine = held[first + deal.rank * deal.size : first + (deal.rank + 1) * deal.size]
                     yield self._collated(mine), held[first + deal.round - 1][1]
                 held = []
 
-    def _collated(self, mine: list[tuple[Any, Place]]) -> Any:
+    def _collated(self, mine: list[tuple[Any, Cursor]]) -> Any:
         samples, after = [sample for sample, _ in mine], mine[0][1]
         with random_state_left_alone():
             set_seeds(derived_seed(self.seed, after.epoch, after.position, 1))
             return self.collate(samples if self.batched else samples[0])
 
-    def _samples(self) -> Iterator[tuple[tuple[Any] | None, Place]]:
+    def _samples(self) -> Iterator[tuple[tuple[Any] | None, Cursor]]:
         """Yield every sample with the place after it, and None at the end of each epoch."""
-        place = self.start
+        cursor = self.start
         while True:
             if callable(getattr(self.dataset, "set_epoch", None)):
-                self.dataset.set_epoch(place.epoch)
-            epoch, position = place.epoch, place.position
-            for sample, state, since in self._epoch(place):
+                self.dataset.set_epoch(cursor.epoch)
+            epoch, position = cursor.epoch, cursor.position
+            for sample, state, since in self._epoch(cursor):
                 position += 1
-                yield (sample,), Place(epoch, position, state, since)
+                yield (sample,), Cursor(epoch, position, state, since)
             if position == 0:
                 raise DataOrderError(f"the stream has no samples in epoch {epoch}.")
-            place = Place(epoch + 1, 0)
-            yield None, place
+            cursor = Cursor(epoch + 1, 0)
+            yield None, cursor
 
-    def _epoch(self, place: Place) -> Iterator[tuple[Any, Any, int]]:
+    def _epoch(self, cursor: Cursor) -> Iterator[tuple[Any, Any, int]]:
         """Yield the rest of an epoch: sample, a state of the stream, and how many samples came after that state."""
-        skip, state, since = place.position, None, 0
-        if self.resumable and place.state is not None:
-            self.dataset.load_state_dict(place.state)
-            skip, state = place.since, place.state
-        source = self._drawn(iter(self.dataset), place.epoch, place.position - skip)
+        skip, state, since = cursor.position, None, 0
+        if self.resumable and cursor.state is not None:
+            self.dataset.load_state_dict(cursor.state)
+            skip, state = cursor.since, cursor.state
+        source = self._drawn(iter(self.dataset), cursor.epoch, cursor.position - skip)
         if self.window:
-            source = self._shuffled(source, place.epoch, (place.position - skip) // self.window)
+            source = self._shuffled(source, cursor.epoch, (cursor.position - skip) // self.window)
         every = self.window or _STATE_EVERY
         for sample in source:
             since += 1

@@ -99,8 +99,8 @@ class Checkpointer:
         self._stager = Stager(background=background)
         self._writer = Writer(self._meeting, self._committed, background=background)
         self._batches: dict[str, Batches] = {}
-        self._places: dict[str, Any] = {}
-        self._place = SnapshotFolder(self.folder)
+        self._cursors: dict[str, Any] = {}
+        self._snapshots = SnapshotFolder(self.folder)
         accelerator.before_end.append(self.wait)
         atexit.register(self._writer.last_wait)  # for those who use no `with`
 
@@ -203,9 +203,9 @@ class Checkpointer:
         # All that the ranks must tell each other, in one collective: each is a wait, and training waits too.
         told: Any = None
         with attempt() as failure:
-            free = self._place.place_for(self.steps) if self.accelerator.is_main_process else None
-            places = self._places | {name: batches.state_dict() for name, batches in self._batches.items()}
-            data = encode(places, "place in the data")
+            free = self._snapshots.place_for(self.steps) if self.accelerator.is_main_process else None
+            cursors = self._cursors | {name: batches.state_dict() for name, batches in self._batches.items()}
+            data = encode(cursors, "place in the data")
             collected = Collected(self.accelerator, layout, self.progress)
             told = (free, str(self.folder), self._stager.unchanged(layout), collected.offer)
         everyones = gather((failure, told))
@@ -214,7 +214,7 @@ class Checkpointer:
         check_one_folder([folder for _, folder, _, _ in answers])
         target, number = answers[0][0]
         facts, own = collected.settle([offer for *_, offer in answers])
-        facts |= {"step": self.steps, "sequence": number, "launch": self._place.launch, "data": data}
+        facts |= {"step": self.steps, "sequence": number, "launch": self._snapshots.launch, "data": data}
         facts |= self._own_facts()
         keep_plan = all(same for _, _, same, _ in answers)
         return self._stager.stage(target, layout, facts, own, keep_plan=keep_plan)
@@ -227,7 +227,7 @@ class Checkpointer:
     def _committed(self, staged: StagedSnapshot) -> None:
         self._scores.saved(staged.facts)
         if self.keep is not None and self.accelerator.is_main_process:
-            self._place.retain(self.keep, self.best() if self._scores.mode is not None else None)
+            self._snapshots.retain(self.keep, self.best() if self._scores.mode is not None else None)
 
     def wait(self, limit: float | None = None) -> None:
         """Wait until no save is in flight. Local.
@@ -247,7 +247,7 @@ class Checkpointer:
             ValueError: if nothing says what is best.
             OSError: if the folder cannot be listed.
         """
-        return self._place.best(self._run, self._scores.require())
+        return self._snapshots.best(self._run, self._scores.require())
 
     def pin(self, snapshot: str | Place) -> None:
         """Keep a snapshot whatever :attr:`keep` says. Local; rank 0 alone need call it.
@@ -291,13 +291,13 @@ class Checkpointer:
             self._start_from(place(source), weights_only)
             return True
         refused = []
-        for path in [place(source)] if named else candidates(self._place):
+        for path in [place(source)] if named else candidates(self._snapshots):
             snapshot, fault = trusted(path)
             if snapshot is not None:
                 self._restore(snapshot)
                 return True
             refused.append(fault)
-            self._place.refused.add(path)
+            self._snapshots.refused.add(path)
             logger.warning("skipped a snapshot: %s", fault, main_process_only=True)
         if refused:
             raise SnapshotError("no snapshot can be trusted: " + "; ".join(refused))
@@ -327,10 +327,10 @@ class Checkpointer:
         facts = snapshot.manifest
         self._run, self._tracker_runs = facts.get("run", self._run), dict(facts.get("tracker_runs", {}))
         self._scores.saved(facts)
-        self._places = decode(facts.get("data", {}))
+        self._cursors = decode(facts.get("data", {}))
         for name, batches in self._batches.items():
-            if name in self._places:
-                batches.load_state_dict(self._places[name])
+            if name in self._cursors:
+                batches.load_state_dict(self._cursors[name])
         former, note = facts["world_size"], ""
         if former != self.accelerator.num_processes:
             note = f" (saved by {former} ranks; new ranks got random streams of their own)"
@@ -381,7 +381,7 @@ class Checkpointer:
             DataOrderError: if the loader's order cannot be fixed, or is not that of the snapshot.
         """
         batches = batches_of(self.accelerator, loader, seed, epochs, padding, shuffle_window)
-        if name in self._places:
-            batches.load_state_dict(self._places[name])
+        if name in self._cursors:
+            batches.load_state_dict(self._cursors[name])
         self._batches[name] = batches
         return batches
