@@ -123,6 +123,7 @@ def _serve(rank: int, world: int, port: int, pipe: Connection, stack_file: str) 
         except EOFError:
             return
         _forget_accelerate(clean)
+        _leave_groups()
         torch.manual_seed(1234)
         try:
             pipe.send((True, function(*args, **kwargs)))
@@ -140,3 +141,18 @@ def _forget_accelerate(environ: dict[str, str]) -> None:
     for name in list(os.environ):
         if name not in environ and name.startswith(FOREIGN):
             del os.environ[name]
+
+
+def _leave_groups() -> None:
+    """Leave the groups that earlier tasks made, once all ranks are done with them.
+
+    Each gloo group has a thread that wakes up a hundred times a second; after some hundred tasks they take all there is.
+    """
+    import torch.distributed as dist
+
+    kept = {id(dist.group.WORLD)}
+    if (deepspeed := sys.modules.get("deepspeed.utils.groups")) is not None:
+        kept |= {id(value) for value in vars(deepspeed).values()}  # made once a process, for all engines
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if id(group) not in kept:
+            dist.destroy_process_group(group)
