@@ -214,6 +214,10 @@ def batches_of(
     from accelerate.utils import send_to_device
 
     given, ranks = accelerator.loader_given(loader), accelerator.num_processes
+    if given is not loader and getattr(getattr(loader, "base_dataloader", None), "_iterator", None) is not None:
+        # Accelerate starts a stateful loader's workers to ask for its state. Nobody will use them, and the workers that
+        # are forked here would inherit them.
+        loader.base_dataloader._iterator = None
     size = given.batch_size or 1
     if accelerator.split_batches:
         size //= ranks

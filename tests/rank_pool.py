@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import gc
 import multiprocessing
 import os
 import signal
@@ -83,7 +84,7 @@ class RankPool:
 
     def _stacks(self, ranks: set[int]) -> str:
         for rank in ranks:
-            os.kill(self._processes[rank].pid, signal.SIGUSR1)
+            os.kill(self._processes[rank].pid, signal.SIGUSR2)
         for rank in ranks:
             self._processes[rank].join(timeout=1.0)  # gives the handler time to write
         return "\n".join(f"--- rank {r} ---\n{self._stack_file(r).read_text()}" for r in sorted(ranks))
@@ -108,7 +109,7 @@ def _serve(rank: int, world: int, port: int, pipe: Connection, stack_file: str) 
         DS_ACCELERATOR="cpu",
     )  # fmt: skip
     stacks = Path(stack_file).open("w")  # noqa: SIM115  # faulthandler writes to it as long as the rank lives
-    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
     import datetime
 
     import torch
@@ -144,15 +145,13 @@ def _forget_accelerate(environ: dict[str, str]) -> None:
 
 
 def _leave_groups() -> None:
-    """Leave the groups that earlier tasks made, once all ranks are done with them.
+    """Leave the groups of earlier tasks' checkpointers, once all ranks are done with them.
 
     Each gloo group has a thread that wakes up a hundred times a second; after some hundred tasks they take all there is.
     """
     import torch.distributed as dist
 
-    kept = {id(dist.group.WORLD)}
-    if (deepspeed := sys.modules.get("deepspeed.utils.groups")) is not None:
-        kept |= {id(value) for value in vars(deepspeed).values()}  # made once a process, for all engines
+    gc.collect()  # what holds a group keeps its thread
     for group in list(dist.distributed_c10d._world.pg_map):
-        if id(group) not in kept:
+        if group.group_desc.startswith("accel_shard"):
             dist.destroy_process_group(group)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import signal
 import time
 import uuid
+import weakref
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -97,12 +97,13 @@ class Checkpointer:
         self._former: dict[int, Any] = {}
         self._meeting = Meeting(patience)
         self._stager = Stager(background=background)
-        self._writer = Writer(self._meeting, self._committed, background=background)
+        self._writer = Writer(self._meeting, weakref.WeakMethod(self._committed), background=background)
         self._batches: dict[str, Batches] = {}
         self._cursors: dict[str, Any] = {}
         self._snapshots = SnapshotFolder(self.folder)
         accelerator.before_end.append(self.wait)
-        atexit.register(self._writer.last_wait)  # for those who use no `with`
+        # For those who use no `with`: at the end of the process, or when nobody holds this any more.
+        self._last = weakref.finalize(self, self._writer.last_wait)
 
     def __enter__(self) -> Checkpointer:
         for number in (signal.SIGTERM, signal.SIGUSR1):
@@ -124,7 +125,7 @@ class Checkpointer:
             # Only now: a second signal must not end the process while the last save is written.
             for number, handler in self._former.items():
                 signal.signal(number, handler)
-            atexit.unregister(self._writer.last_wait)
+            self._last.detach()
         if error is None and self._signal is not None:
             signal.raise_signal(self._signal)  # it came after the last step, which did not answer it
 

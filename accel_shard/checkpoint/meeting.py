@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,10 +30,10 @@ class Meeting:
     def __init__(self, patience: float) -> None:
         self._patience = datetime.timedelta(seconds=patience)
         several = dist.is_initialized() and dist.get_world_size() > 1
-        self._votes = dist.new_group(backend="gloo") if several else None
-        self._barrier = dist.new_group(backend="gloo", timeout=self._patience) if several else None
+        self._votes = _group("votes") if several else None
+        self._barrier = _group("barrier", self._patience) if several else None
         # Ranks write different amounts to disks of different speed: how long one may wait is for the disk to say.
-        self.writers = dist.new_group(backend="gloo", timeout=datetime.timedelta(hours=6)) if several else None
+        self.writers = _group("writers", datetime.timedelta(hours=6)) if several else None
 
     def any_rank(self, *flags: bool) -> list[bool]:
         """Return for each flag whether any rank has it. Every rank must call it."""
@@ -56,6 +57,10 @@ class Meeting:
                 f"not every rank called save within {self._patience.total_seconds():g} s, so nothing was saved. Every "
                 f"rank must call it, not the main process alone. {error}"
             ) from error
+
+
+def _group(name: str, timeout: datetime.timedelta | None = None) -> Any:
+    return dist.new_group(backend="gloo", timeout=timeout, group_desc=f"accel_shard {name}")
 
 
 def check_one_folder(given: Sequence[str | Place]) -> None:

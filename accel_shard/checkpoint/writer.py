@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import TypeAlias
 
 import torch.distributed as dist
 from accelerate.logging import get_logger
@@ -17,6 +18,8 @@ __all__ = ["Writer"]
 
 logger = get_logger(__name__)
 
+Committed: TypeAlias = Callable[[], Callable[[StagedSnapshot], None] | None]
+
 
 class Writer:
     """Every rank has one, and calls its methods alike unless they say otherwise.
@@ -24,13 +27,13 @@ class Writer:
     Args:
         meeting: of all ranks.
         background: write from a thread.
-        committed: called on each rank after a commit, in the thread.
+        committed: called on each rank after a commit, in the thread, as long as its object lives.
 
     Attributes:
         last: step and place of the last snapshot that was written or is in flight; None after a failure.
     """
 
-    def __init__(self, meeting: Meeting, committed: Callable[[StagedSnapshot], None], *, background: bool) -> None:
+    def __init__(self, meeting: Meeting, committed: Committed, *, background: bool) -> None:
         self._meeting, self._committed, self._background = meeting, committed, background
         self._thread: threading.Thread | None = None
         self._failure: SnapshotError | None = None
@@ -60,7 +63,8 @@ class Writer:
 
     def _write(self, staged: StagedSnapshot, group: dist.ProcessGroup | None) -> None:
         staged.write(group)
-        self._committed(staged)
+        if (committed := self._committed()) is not None:
+            committed(staged)
 
     def _write_quietly(self, staged: StagedSnapshot) -> None:
         try:

@@ -138,6 +138,28 @@ def test_each_loader_of_a_run_has_its_place(two_ranks: RankPool, tmp_path: Path)
     assert len(set(first[1] + rest[1][:4])) == 12, "an epoch of the second"
 
 
+def abandoned(folder: str) -> bool:
+    """Use no `with`, and let go while a save may be in flight."""
+    import gc
+    import weakref
+
+    accelerator, _, _ = prepared()
+    checkpointer = Checkpointer(accelerator, folder)
+    checkpointer.save()
+    known = weakref.ref(checkpointer)
+    del accelerator, checkpointer
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(True)
+    gc.collect()
+    return known() is None
+
+
+def test_a_checkpointer_that_nobody_holds_ends_its_save_and_goes(two_ranks: RankPool, tmp_path: Path) -> None:
+    assert two_ranks.run(abandoned, str(tmp_path)) == [True, True]
+    assert [p.name for p in tmp_path.iterdir()] == ["step-000000000"]
+
+
 def other_batch(folder: str, size: int) -> None:
     accelerator, _, _ = prepared()
     with Checkpointer(accelerator, folder) as checkpointer:
