@@ -25,6 +25,8 @@ from accel_shard.backends import backend_for
 from accel_shard.backends.base import Backend, Prepared
 from accel_shard.environment import refuse_other_launch
 from accel_shard.errors import PolicyError
+from accel_shard.layout import ShardsState
+from accel_shard.optim.sharded import ShardedOptimizer, master_of
 from accel_shard.policy import ShardingPolicy
 from accel_shard.precision import cast_masters
 from accel_shard.recompute import checkpoint_blocks
@@ -97,6 +99,7 @@ class PolicyAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships 
         self._trained: list[torch.nn.Module] = []
         self._clipped = self._loader_seen = False
         self.before_end: list[Callable[[], None]] = []
+        self._sharded: list[tuple[Any, Any]] = []
         self._loaders_given: list[tuple[Any, Any]] = []
         rehearsing = rehearsal.is_needed()
         given = list(arguments.pop("kwargs_handlers", None) or [])
@@ -144,6 +147,7 @@ class PolicyAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships 
         outcome = result if len(args) > 1 else (result,)
         for scheduler in self._schedulers:
             if isinstance(scheduler, AcceleratedScheduler):
+                self._follow_sharded(scheduler)
                 # Its name for "one step is one optimizer step"; false steps once for each rank.
                 scheduler.split_batches = True
         optimizers = [o for o in outcome if isinstance(o, torch.optim.Optimizer)]
@@ -157,6 +161,46 @@ class PolicyAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships 
         for optimizer in optimizers:
             self._clip_at_step(optimizer)
         return result
+
+    def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
+        """Prepare an optimizer, as ``Accelerator.prepare_optimizer``; with ``shard: optimizer`` on DDP, shard it.
+
+        Raises:
+            PolicyError: for a ``ShardedOptimizer`` under a policy that shards otherwise.
+            ValueError: for an optimizer that cannot be sharded.
+        """
+        wanted = (self.policy.backend, self.policy.shard) == ("ddp", "optimizer")
+        if getattr(optimizer, "_is_accelerate_prepared", False) or isinstance(optimizer, ShardsState) == wanted:
+            return super().prepare_optimizer(optimizer, device_placement)
+        if not wanted:
+            raise PolicyError(
+                f"the optimizer is a {type(optimizer).__name__}, and the policy has backend {self.policy.backend!r} "
+                f"and shard {self.policy.shard!r}. Use preset 'ddp_sharded', or the plain optimizer."
+            )
+        sharded = ShardedOptimizer.adopt(optimizer, master=master_of(self.policy.dtypes.master))
+        prepared = super().prepare_optimizer(sharded, device_placement)
+        self._sharded.append((optimizer, prepared))
+        return prepared
+
+    def _follow_sharded(self, scheduler: AcceleratedScheduler) -> None:
+        """Let a scheduler know the optimizer that took its optimizer's place: it waits for that one's steps."""
+        for given, prepared in self._sharded:
+            if getattr(scheduler.scheduler, "optimizer", None) is given:
+                scheduler.optimizers = [prepared]
+
+    def save_state(self, *args: Any, **kwargs: Any) -> str:
+        """Save as ``Accelerator.save_state``; refused where it would save a part only.
+
+        Raises:
+            PolicyError: with ``shard: optimizer`` on DDP, where it keeps rank 0's share of the optimizer state.
+        """
+        if (self.policy.backend, self.policy.shard) == ("ddp", "optimizer"):
+            raise PolicyError(
+                "Accelerate's save_state keeps rank 0's share of an optimizer state that is shared out. Use "
+                "accel_shard.Checkpointer."
+            )
+        saved: str = super().save_state(*args, **kwargs)
+        return saved
 
     def _before(self, model: torch.nn.Module, batch_size: int | None) -> None:
         """Change a model in place into one that the backend can prepare."""

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from accel_shard.optim.partition import runs
 
-__all__ = ["Bucket", "Part", "Piece", "Ranks", "Slot", "is_shared_out"]
+__all__ = ["Bucket", "Part", "Piece", "Ranks", "Slot", "gather_all", "is_shared_out"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,10 +270,11 @@ class Bucket:
             self.pieces.append(piece)
             theirs = [states[number] for number, _ in run if number in states]
             if theirs:
+                joins = len(theirs) > 1
                 inner[piece.tensor] = {
-                    key: torch.cat([state[key] for state in theirs]) if _has_elements(first) and len(theirs) > 1 else first
-                    for key, first in theirs[0].items()
-                }  # fmt: skip
+                    key: torch.cat([state[key] for state in theirs]) if joins and _has_elements(value) else value
+                    for key, value in theirs[0].items()
+                }
 
     def master_of(self, part: Part) -> torch.Tensor | None:
         """Return the master of a part in one dimension, or None if the optimizer updates the weights themselves."""
@@ -281,6 +282,16 @@ class Bucket:
             return None
         start = part.slot.start + part.start - self._low
         return self.master[start : start + part.stop - part.start]
+
+
+@torch.no_grad()
+def gather_all(buckets: Sequence[Bucket]) -> None:
+    """Bring every rank's updated ranges to all of them. Every rank must call it."""
+    works = [work for bucket in buckets for work in bucket.start_gather()]
+    for work in works:
+        work.wait()
+    for bucket in buckets:
+        bucket.finish_gather()
 
 
 def _copy(value: Any) -> Any:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final, overload
 
 import torch
 
 from accel_shard.layout import Layout
-from accel_shard.optim.bucket import Bucket, Part, Ranks, Slot
-from accel_shard.optim.partition import assign_longest_first, equal_ranges, sections
+from accel_shard.optim.bucket import Bucket, Part, Ranks, gather_all
+from accel_shard.optim.flatten import check_memory, ranged_buckets, whole_buckets
 from accel_shard.optim.states import cut_stored, describe, in_one_piece, made_of_shapes
 
-__all__ = ["ELEMENTWISE", "ShardedOptimizer"]
+__all__ = ["ELEMENTWISE", "ShardedOptimizer", "master_of"]
 
 ELEMENTWISE: Final[tuple[type[torch.optim.Optimizer], ...]] = (
     torch.optim.ASGD, torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW,
@@ -130,46 +130,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if p.requires_grad and id(p) not in self._bound
         ]
         if fresh:
-            _check_memory([p for _, p in fresh])
+            check_memory([p for _, p in fresh])
             self._bound |= {id(p) for _, p in fresh}
             if self._inner is None:
                 self._ranks = Ranks.of(self._process_group)
                 self._loads = [0] * self._ranks.count
-            made = self._ranged(fresh) if self.elementwise else self._whole(fresh)
+            if self.elementwise:
+                made = ranged_buckets(fresh, self._ranks, self._master)
+            else:
+                made = whole_buckets(fresh, self._ranks, self._master, self._loads)
             self._buckets += made
             self._join(made)
         if self._waiting is not None and self._inner is not None:
             stored, self._waiting = self._waiting, None
             self._install(stored)
-
-    def _ranged(self, fresh: list[tuple[int, torch.Tensor]]) -> list[Bucket]:
-        alike: dict[tuple[int, torch.dtype, torch.device], list[Slot]] = {}
-        for index, p in fresh:
-            slots = alike.setdefault((index, p.dtype, p.device), [])
-            slots.append(Slot(p, index, slots[-1].stop if slots else 0))
-        return [
-            Bucket(
-                slots, equal_ranges(slots[-1].stop, self._ranks.count), self._ranks, elementwise=True,
-                master=self._master,
-            )
-            for slots in alike.values() if slots[-1].stop
-        ]  # fmt: skip
-
-    def _whole(self, fresh: list[tuple[int, torch.Tensor]]) -> list[Bucket]:
-        owners = assign_longest_first([p.numel() for _, p in fresh], self._loads)
-        alike: dict[tuple[torch.dtype, torch.device], list[tuple[int, torch.Tensor, int]]] = {}
-        for (index, p), owner in zip(fresh, owners, strict=True):
-            self._loads[owner] += p.numel()
-            alike.setdefault((p.dtype, p.device), []).append((index, p, owner))
-        made = []
-        for items in alike.values():
-            order, bounds = sections([p.numel() for _, p, _ in items], [o for *_, o in items], self._ranks.count)
-            slots: list[Slot] = []
-            for index, p, _ in (items[i] for i in order):
-                slots.append(Slot(p, index, slots[-1].stop if slots else 0))
-            if slots[-1].stop:
-                made.append(Bucket(slots, bounds, self._ranks, elementwise=False, master=self._master))
-        return made
 
     def _join(self, made: list[Bucket]) -> None:
         """Give the pieces of new buckets to the inner optimizer."""
@@ -229,25 +203,23 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._refuse_sparse()
         if self._inner is None:
             return loss  # nothing trains
-        inner = self._inner
-        if any([bucket.take_gradients(inner.state) for bucket in self._buckets]):
+        self._update(self._inner)
+        gather_all(self._buckets)
+        return loss
+
+    def _update(self, inner: torch.optim.Optimizer) -> None:
+        """Step the inner optimizer on this rank's pieces."""
+        cut = [bucket.take_gradients(inner.state) for bucket in self._buckets]
+        if any(cut):
             self._seat()
         for own, group in zip(inner.param_groups, self.param_groups, strict=True):
             own.update(_settings(group))
-        if any(piece.tensor.grad is not None for bucket in self._buckets for piece in bucket.pieces):
+        if any(bucket.pieces for bucket in self._buckets):
             inner.step()
         for own, group in zip(inner.param_groups, self.param_groups, strict=True):
             group.update(_settings(own))  # some count their steps there
-        works = []
         for bucket in self._buckets:
             bucket.drop_gradients()
-        for bucket in self._buckets:
-            works += bucket.start_gather()
-        for work in works:
-            work.wait()
-        for bucket in self._buckets:
-            bucket.finish_gather()
-        return loss
 
     def _refuse_sparse(self) -> None:
         for index, group in enumerate(self.param_groups):
@@ -374,15 +346,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def after_fill(self) -> None:
         """Bring the weights up to date with masters that were filled. Every rank must call it."""
-        works = []
-        for bucket in self._buckets:
-            if bucket.master is not None:
-                works += bucket.start_gather()
-        for work in works:
-            work.wait()
-        for bucket in self._buckets:
-            if bucket.master is not None:
-                bucket.finish_gather()
+        gather_all([bucket for bucket in self._buckets if bucket.master is not None])
 
     def updated_elements(self) -> int:
         """Return how many elements this rank updates, and has the state of. Local."""
@@ -404,6 +368,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return sum(tensor.numel() * tensor.element_size() for tensor in held)
 
 
+def master_of(dtype: str) -> torch.dtype | None:
+    """Return what ``master`` must be for a policy's ``precision.master``: bf16 weights are then updated as such."""
+    return torch.float32 if dtype == "fp32" else None
+
+
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in _NO_SETTINGS}
 
@@ -412,25 +381,3 @@ def _outline(parameter: torch.Tensor) -> torch.nn.Parameter:
     """Return a parameter of the same shape without memory: some optimizers make their state when they are made."""
     floats = parameter.is_floating_point() or parameter.is_complex()
     return torch.nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=floats)
-
-
-def _check_memory(parameters: Iterable[torch.Tensor]) -> None:
-    spans: dict[Any, list[tuple[int, int, tuple[int, ...]]]] = {}
-    for p in parameters:
-        if hasattr(p, "placements") or hasattr(p, "ds_id"):
-            raise ValueError(
-                f"a parameter of shape {tuple(p.shape)} is sharded already, by "
-                f"{'FSDP2 or tensor parallelism' if hasattr(p, 'placements') else 'DeepSpeed'}, with its optimizer "
-                "state. Use the plain optimizer there; ShardedOptimizer is for whole parameters, as under DDP."
-            )
-        if p.is_contiguous() and p.numel():
-            start = p.data_ptr()
-            spans.setdefault(p.device, []).append((start, start + p.numel() * p.element_size(), tuple(p.shape)))
-    for found in spans.values():
-        found.sort()
-        for (_, stop, shape), (start, _, other) in zip(found, found[1:], strict=False):
-            if start < stop:
-                raise ValueError(
-                    f"two parameters, of shapes {shape} and {other}, share memory, which flat buffers would end. Tie "
-                    "weights by using one Parameter twice."
-                )

@@ -1,4 +1,4 @@
-"""States of single parameters, cut out of an inner optimizer's pieces and put into them, for state dicts and layouts."""
+"""States of single parameters, cut out of an optimizer's pieces and put into them: for state dicts and layouts."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from rank_pool import RankError, RankPool
+from rank_pool import RankPool
 from torch.nn.parallel import DistributedDataParallel
 
 from accel_shard.optim.sharded import ShardedOptimizer

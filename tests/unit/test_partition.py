@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,7 +18,7 @@ def test_ranges_cover_everything_once_and_none_is_longer_than_its_share(total: i
     assert len(ranges) == ranks
     assert ranges[0][0] == 0
     assert ranges[-1][1] == total
-    assert all(stop == start for (_, stop), (start, _) in zip(ranges, ranges[1:], strict=False))
+    assert all(stop == start for (_, stop), (start, _) in itertools.pairwise(ranges))
     assert all(0 <= stop - start < total / ranks + 1 for start, stop in ranges)
 
 

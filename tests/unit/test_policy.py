@@ -124,7 +124,7 @@ def test_presets_load_by_name_and_resolve_auto(name: str) -> None:
     policy = ShardingPolicy.load(name)
     assert policy.backend in BACKENDS
     assert policy == ShardingPolicy.load({"preset": name})
-    stage = {"ddp": 0, "zero1": 1, "zero2": 2, "fsdp2_keep_params": 2}.get(name, 3)
+    stage = {"ddp": 0, "ddp_sharded": 1, "zero1": 1, "zero2": 2, "fsdp2_keep_params": 2}.get(name, 3)
     assert policy.zero_stage == stage
 
 
