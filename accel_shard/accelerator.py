@@ -136,6 +136,8 @@ class PolicyAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships 
             PolicyError: for a wrap class the model does not have, or a loader against ``global_batch_size``.
             PolicyNotAppliedError: if the result is not what the policy says.
         """
+        for thing in args:  # here too: DeepSpeed's are not prepared one by one
+            self._refuse_sharded(thing)
         models = [
             a for a in args if isinstance(a, torch.nn.Module) and not getattr(a, "_is_accelerate_prepared", False)
         ]
@@ -169,18 +171,25 @@ class PolicyAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships 
             PolicyError: for a ``ShardedOptimizer`` under a policy that shards otherwise.
             ValueError: for an optimizer that cannot be sharded.
         """
-        wanted = (self.policy.backend, self.policy.shard) == ("ddp", "optimizer")
-        if getattr(optimizer, "_is_accelerate_prepared", False) or isinstance(optimizer, ShardsState) == wanted:
+        self._refuse_sharded(optimizer)
+        done = isinstance(optimizer, ShardsState) or getattr(optimizer, "_is_accelerate_prepared", False)
+        if done or not self._shards_optimizers:
             return super().prepare_optimizer(optimizer, device_placement)
-        if not wanted:
-            raise PolicyError(
-                f"the optimizer is a {type(optimizer).__name__}, and the policy has backend {self.policy.backend!r} "
-                f"and shard {self.policy.shard!r}. Use preset 'ddp_sharded', or the plain optimizer."
-            )
         sharded = ShardedOptimizer.adopt(optimizer, master=master_of(self.policy.dtypes.master))
         prepared = super().prepare_optimizer(sharded, device_placement)
         self._sharded.append((optimizer, prepared))
         return prepared
+
+    @property
+    def _shards_optimizers(self) -> bool:
+        return (self.policy.backend, self.policy.shard) == ("ddp", "optimizer")
+
+    def _refuse_sharded(self, optimizer: Any) -> None:
+        if isinstance(optimizer, ShardsState) and not self._shards_optimizers:
+            raise PolicyError(
+                f"the optimizer is a {type(optimizer).__name__}, and the policy has backend {self.policy.backend!r} "
+                f"and shard {self.policy.shard!r}. Use preset 'ddp_sharded', or the plain optimizer."
+            )
 
     def _follow_sharded(self, scheduler: AcceleratedScheduler) -> None:
         """Let a scheduler know the optimizer that took its optimizer's place: it waits for that one's steps."""
@@ -194,7 +203,7 @@ class PolicyAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships 
         Raises:
             PolicyError: with ``shard: optimizer`` on DDP, where it keeps rank 0's share of the optimizer state.
         """
-        if (self.policy.backend, self.policy.shard) == ("ddp", "optimizer"):
+        if self._shards_optimizers:
             raise PolicyError(
                 "Accelerate's save_state keeps rank 0's share of an optimizer state that is shared out. Use "
                 "accel_shard.Checkpointer."

@@ -206,5 +206,5 @@ def _refuse_unlike(client: Any, shard: str) -> None:
         f"shard is {shard!r} on DDP and the optimizer is a {type(client).__name__}, which holds "
         + ("all of its state on every rank" if shard == "optimizer" else "a share of its state")
         + ". Make it with policy.optimizer(params, torch.optim.AdamW, lr=...); for HF Trainer: "
-        "Trainer(..., optimizers=(that, None))."
+        "Trainer(..., optimizer_cls_and_kwargs=(accel_shard.ShardedOptimizer, {'optimizer': torch.optim.AdamW, ...}))."
     )
