@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import unittest.mock
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -234,6 +235,46 @@ def twins(seed: int = 5) -> tuple[Net, Net]:
     torch.manual_seed(seed)
     plain = Net()
     return plain, copy.deepcopy(plain)
+
+
+def as_on_a_device(name: str) -> float:
+    """The all-gather that joins ranges of one length where the group's backend is not gloo."""
+    with unittest.mock.patch("torch.distributed.get_backend", return_value="nccl"):
+        return side_by_side(name)[0]
+
+
+@pytest.mark.parametrize("ranks", [2, 4], indirect=True)
+def test_one_all_gather_a_buffer_brings_the_same(ranks: RankPool) -> None:
+    assert ranks.run(as_on_a_device, "AdamW") == [0.0] * ranks.world
+
+
+def sent_by(name: str) -> tuple[dict[str, int], int]:
+    """Bytes that this rank hands to collectives in one step, by kind, and the bytes of all parameters."""
+    net = twins()[0]
+    net.requires_grad_(True)
+    optimizer: Any = make(name, three_groups(net), sharded=True)
+    train(net, optimizer, range(1))
+    counted: dict[str, int] = {}
+    kept = dist.broadcast
+
+    def broadcast(tensor: torch.Tensor, src: int, **options: Any) -> Any:
+        mine = "sent" if src == dist.get_rank() else "received"
+        counted[mine] = counted.get(mine, 0) + tensor.numel() * tensor.element_size()
+        return kept(tensor, src=src, **options)
+
+    for p in net.parameters():
+        p.grad = torch.ones_like(p)
+    with unittest.mock.patch("torch.distributed.broadcast", broadcast):
+        optimizer.step()
+    return counted, sum(p.numel() * p.element_size() for p in net.parameters())
+
+
+@pytest.mark.parametrize("name", ["AdamW", "home-made"])
+def test_a_step_sends_each_weight_once(name: str, four_ranks: RankPool) -> None:
+    found = four_ranks.run(sent_by, name)
+    assert sum(counted.get("sent", 0) for counted, _ in found) == found[0][1]
+    for counted, total in found:
+        assert counted.get("sent", 0) + counted["received"] == total
 
 
 def grown(name: str) -> float:
