@@ -26,7 +26,7 @@ from accel_shard.backends.base import Backend, Prepared
 from accel_shard.environment import refuse_other_launch
 from accel_shard.errors import PolicyError
 from accel_shard.layout import ShardsState
-from accel_shard.optim.sharded import ShardedOptimizer, master_of
+from accel_shard.optim.under_policy import adopt, attach, clip_shares, is_asked_for, refuse_sharded
 from accel_shard.policy import ShardingPolicy
 from accel_shard.precision import cast_masters
 from accel_shard.recompute import checkpoint_blocks
@@ -137,7 +137,7 @@ class PolicyAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships 
             PolicyNotAppliedError: if the result is not what the policy says.
         """
         for thing in args:  # here too: DeepSpeed's are not prepared one by one
-            self._refuse_sharded(thing)
+            refuse_sharded(thing, self.policy)
         models = [
             a for a in args if isinstance(a, torch.nn.Module) and not getattr(a, "_is_accelerate_prepared", False)
         ]
@@ -161,6 +161,7 @@ class PolicyAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships 
             self.backend.after_prepare(self, model)
             logger.info("prepared [%s]: %s", self.policy.to_line(), self.prepared, main_process_only=True)
         for optimizer in optimizers:
+            attach(getattr(optimizer, "optimizer", None), self._trained[-1] if self._trained else None, self.policy)
             self._clip_at_step(optimizer)
         return result
 
@@ -171,25 +172,14 @@ class PolicyAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships 
             PolicyError: for a ``ShardedOptimizer`` under a policy that shards otherwise.
             ValueError: for an optimizer that cannot be sharded.
         """
-        self._refuse_sharded(optimizer)
+        refuse_sharded(optimizer, self.policy)
         done = isinstance(optimizer, ShardsState) or getattr(optimizer, "_is_accelerate_prepared", False)
-        if done or not self._shards_optimizers:
+        if done or not is_asked_for(self.policy):
             return super().prepare_optimizer(optimizer, device_placement)
-        sharded = ShardedOptimizer.adopt(optimizer, master=master_of(self.policy.dtypes.master))
+        sharded = adopt(optimizer, self.policy)
         prepared = super().prepare_optimizer(sharded, device_placement)
         self._sharded.append((optimizer, prepared))
         return prepared
-
-    @property
-    def _shards_optimizers(self) -> bool:
-        return (self.policy.backend, self.policy.shard) == ("ddp", "optimizer")
-
-    def _refuse_sharded(self, optimizer: Any) -> None:
-        if isinstance(optimizer, ShardsState) and not self._shards_optimizers:
-            raise PolicyError(
-                f"the optimizer is a {type(optimizer).__name__}, and the policy has backend {self.policy.backend!r} "
-                f"and shard {self.policy.shard!r}. Use preset 'ddp_sharded', or the plain optimizer."
-            )
 
     def _follow_sharded(self, scheduler: AcceleratedScheduler) -> None:
         """Let a scheduler know the optimizer that took its optimizer's place: it waits for that one's steps."""
@@ -203,7 +193,7 @@ class PolicyAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships 
         Raises:
             PolicyError: with ``shard: optimizer`` on DDP, where it keeps rank 0's share of the optimizer state.
         """
-        if self._shards_optimizers:
+        if is_asked_for(self.policy):
             raise PolicyError(
                 "Accelerate's save_state keeps rank 0's share of an optimizer state that is shared out. Use "
                 "accel_shard.Checkpointer."
@@ -308,8 +298,11 @@ class PolicyAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships 
             return torch.tensor(math.nan if engines is None else float(engines))
         limit = max_norm if max_norm is not None else settled
         limit = math.inf if limit is None else limit
-        if self.policy.backend == "fsdp1" and self._trained:
-            norm: Any = self._clip_flattened(list(parameters), limit, norm_type)
+        owner = next((o.optimizer for o in self._optimizers if getattr(o.optimizer, "reduce", "all") == "owner"), None)
+        if owner is not None:
+            norm: Any = clip_shares(owner, parameters, limit, norm_type)
+        elif self.policy.backend == "fsdp1" and self._trained:
+            norm = self._clip_flattened(list(parameters), limit, norm_type)
         else:
             norm = super().clip_grad_norm_(parameters, limit, norm_type)
         self._clipped = True
@@ -339,7 +332,10 @@ class PolicyAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships 
             mine = {id(p) for group in inner.param_groups for p in group["params"]}
             for model in self._trained:
                 if not self._clipped and any(id(p) in mine for p in model.parameters()):
-                    self.backend.clip(self, model, limit)
+                    if getattr(inner, "reduce", "all") == "owner":
+                        clip_shares(inner, model.parameters(), limit, 2.0)
+                    else:
+                        self.backend.clip(self, model, limit)
             self._clipped = False
 
         optimizer.optimizer.register_step_pre_hook(before_step)

@@ -293,9 +293,10 @@ class ShardingPolicy:
         """
         if (self.backend, self.shard) != ("ddp", "optimizer"):
             return kind(params, **settings)
-        from accel_shard.optim.sharded import ShardedOptimizer, master_of
+        from accel_shard.optim.sharded import ShardedOptimizer
+        from accel_shard.optim.under_policy import master_of
 
-        return ShardedOptimizer(params, kind, master=master_of(self.dtypes.master), **settings)
+        return ShardedOptimizer(params, kind, master=master_of(self), **settings)
 
     def training_arguments(self, **arguments: Any) -> TrainingArguments:
         """Build ``transformers.TrainingArguments`` that do what this policy says. Every rank must call it."""

@@ -108,7 +108,7 @@ class Bucket:
         master: torch.dtype | None,
     ) -> None:  # fmt: skip
         first = slots[0].parameter
-        self.slots, self._bounds, self._ranks, self.elementwise = slots, bounds, ranks, elementwise
+        self.slots, self.bounds, self._ranks, self.elementwise = slots, bounds, ranks, elementwise
         # Padded, so that the ranges that an all-gather joins are of one length.
         length = max(stop - start for start, stop in bounds)
         self._even = elementwise
@@ -237,7 +237,7 @@ class Bucket:
             dist.broadcast(
                 flat[start * size : stop * size], src=dist.get_global_rank(group, rank), group=group, async_op=True
             )
-            for rank, (start, stop) in enumerate(self._bounds)
+            for rank, (start, stop) in enumerate(self.bounds)
             if stop > start
         ]
 

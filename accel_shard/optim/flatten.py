@@ -11,7 +11,7 @@ import torch
 from accel_shard.optim.bucket import Bucket, Ranks, Slot
 from accel_shard.optim.partition import assign_longest_first, equal_ranges, sections
 
-__all__ = ["check_memory", "ranged_buckets", "whole_buckets"]
+__all__ = ["check_memory", "outline", "ranged_buckets", "whole_buckets"]
 
 
 def ranged_buckets(fresh: Sequence[tuple[int, torch.Tensor]], ranks: Ranks, master: torch.dtype | None) -> list[Bucket]:
@@ -85,3 +85,9 @@ def check_memory(parameters: Iterable[torch.Tensor]) -> None:
                     f"two parameters, of shapes {shape} and {other}, share memory, which flat buffers would end. Tie "
                     "weights by using one Parameter twice."
                 )
+
+
+def outline(parameter: torch.Tensor) -> torch.nn.Parameter:
+    """Return a parameter of the same shape without memory: some optimizers make their state when they are made."""
+    floats = parameter.is_floating_point() or parameter.is_complex()
+    return torch.nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=floats)

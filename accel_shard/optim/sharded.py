@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Final, overload
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
+from accel_shard.errors import unknown_name
 from accel_shard.layout import Layout
 from accel_shard.optim.bucket import Bucket, Part, Ranks, gather_all
-from accel_shard.optim.flatten import check_memory, ranged_buckets, whole_buckets
+from accel_shard.optim.flatten import check_memory, outline, ranged_buckets, whole_buckets
+from accel_shard.optim.owner import OwnerReduce, norm_of_shares
 from accel_shard.optim.states import cut_stored, describe, in_one_piece, made_of_shapes
 
-__all__ = ["ELEMENTWISE", "ShardedOptimizer", "master_of"]
+__all__ = ["ELEMENTWISE", "ShardedOptimizer"]
 
 ELEMENTWISE: Final[tuple[type[torch.optim.Optimizer], ...]] = (
     torch.optim.ASGD, torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW,
@@ -41,8 +43,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     * Any other updates whole parameters, the largest assigned first. One that couples parameters with each other (a
       norm over all of them) would see this rank's only: do not run it here.
 
-    Gradients must be the same on every rank, as DDP makes them. The parameters become views of flat buffers at the
-    first step, so they may be moved, cast and wrapped before it.
+    Gradients must be the same on every rank, as DDP makes them (but see ``reduce``). The parameters become
+    views of flat buffers at the first step, so they may be moved, cast and wrapped before it.
 
     Args:
         params: parameters, or groups of them, as for any optimizer.
@@ -52,6 +54,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         elementwise: whether it treats each element by itself; None asks :data:`ELEMENTWISE`.
         master: dtype of the copy that is updated, with its state, for 16-bit weights; held by the owner only. None
             updates the weights in their own dtype.
+        reduce: ``all``: DDP's all-reduce gives every rank all gradients. ``owner``: they go to their owners only
+            (:meth:`attach`, which ``PolicyAccelerator.prepare`` calls), a third less traffic; clip with
+            ``accelerator.clip_grad_norm_`` or :meth:`clip_grad_norm_`, and without a ``GradScaler``.
         process_group: the ranks that share the state; the default group if None; none is needed.
         **settings: what ``optimizer`` takes beside the parameters.
 
@@ -61,12 +66,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def __init__(
         self, params: Any, optimizer: Callable[..., torch.optim.Optimizer], *, elementwise: bool | None = None,
-        master: torch.dtype | None = torch.float32, process_group: Any = None, **settings: Any,
+        master: torch.dtype | None = torch.float32, reduce: str = "all", process_group: Any = None, **settings: Any,
     ) -> None:  # fmt: skip
+        if reduce not in ("all", "owner"):
+            raise ValueError(unknown_name("reduce", str(reduce), ("all", "owner")))
         super().__init__(params, {})
+        self.reduce: Final = reduce
         self._make: Callable[..., torch.optim.Optimizer] = lambda groups: optimizer(groups, **settings)
         self._master, self._process_group = master, process_group
-        model = self._make([_settings(g) | {"params": [_outline(p) for p in g["params"]]} for g in self.param_groups])
+        model = self._make([_settings(g) | {"params": [outline(p) for p in g["params"]]} for g in self.param_groups])
         for kind, reason in _COUPLED.items():
             if isinstance(model, kind):
                 raise ValueError(
@@ -86,32 +94,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._loads: list[int] = []
         self._ranks = Ranks(None, 0, 1)
         self._waiting: Mapping[str, Any] | None = None
-        self._stand_in: torch.optim.Optimizer | None = None
-
-    @classmethod
-    def adopt(cls, optimizer: torch.optim.Optimizer, *, master: torch.dtype | None = torch.float32) -> ShardedOptimizer:
-        """Shard an optimizer that was made already, with the state that it has; it must not be stepped any more.
-
-        The parameter groups are shared with it, so a scheduler that was made for it acts on this one.
-
-        Raises:
-            ValueError: if its class cannot be called again with its own settings, or cannot be sharded.
-        """
-        kind = type(optimizer)
-        known = inspect.signature(kind).parameters
-        given = {key: value for key, value in optimizer.defaults.items() if key in known}
-        try:
-            sharded = cls([dict(group) for group in optimizer.param_groups], kind, master=master, **given)
-        except TypeError as error:
-            raise ValueError(
-                f"the optimizer is a {kind.__name__}, which cannot be made anew from its defaults ({error}). Make it "
-                f"sharded: ShardedOptimizer(params, lambda params: {kind.__name__}(params, ...))."
-            ) from error
-        if optimizer.state:
-            sharded.load_state_dict(optimizer.state_dict())
-            optimizer.state.clear()
-        sharded.param_groups, sharded._stand_in = optimizer.param_groups, optimizer
-        return sharded
+        self.stands_for: torch.optim.Optimizer | None = None
+        self._hook: OwnerReduce | None = None
 
     # ---- binding -------------------------------------------------------------------------------------------------
 
@@ -197,10 +181,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._stand_in is not None:
-            self._stand_in._opt_called = True  # type: ignore[attr-defined]  # or its scheduler warns
+        if self.stands_for is not None:
+            self.stands_for._opt_called = True  # type: ignore[attr-defined]  # or its scheduler warns
         self.bind()
         self._refuse_sparse()
+        if self.reduce == "owner" and self._hook is None and self._ranks.count > 1:
+            raise ValueError(
+                "reduce is 'owner' and the optimizer is not attached to the DDP model, which so all-reduces. Call "
+                "optimizer.attach(model) after wrapping it, or use policy.accelerator().prepare."
+            )
         if self._inner is None:
             return loss  # nothing trains
         self._update(self._inner)
@@ -230,6 +219,41 @@ class ShardedOptimizer(torch.optim.Optimizer):
                         f"the gradient of parameter {name} of group {index}, of shape {tuple(p.shape)}, is "
                         f"{p.grad.layout}. Allowed: dense gradients. Make its embedding with sparse=False."
                     )
+
+    def attach(self, model: DistributedDataParallel) -> None:
+        """Let a DDP model send gradients to their owners only, if ``reduce`` is ``owner``. Every rank must call it.
+
+        Raises:
+            ValueError: if some parameter has no owner.
+        """
+        if self.reduce == "owner" and self._hook is None:
+            self.bind()
+            self._hook = OwnerReduce(model, self._buckets, self._ranks)
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Clip the gradients of all parameters to their global norm, and return it. Every rank must call it.
+
+        With ``reduce="owner"`` it sums one number over the ranks.
+        """
+        everything = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if self._hook is None:
+            return torch.nn.utils.clip_grad_norm_(everything, max_norm, norm_type)
+        mine = [p for b in self._buckets for p in b.parts if p.slot.parameter.grad is not None]
+        shares = [part.of(part.slot.parameter.grad) for part in mine if part.slot.parameter.grad is not None]
+        norm = norm_of_shares(shares, norm_type, self._ranks, self._buckets[0].flat.device)
+        torch.nn.utils.clip_grads_with_norm_(everything, max_norm, norm)
+        return norm
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        # GradScaler asks for it before a step; a rank sees what overflowed in its own share only.
+        if self.reduce == "owner":
+            raise ValueError(
+                "a GradScaler (fp16) with reduce 'owner': ranks would not agree on what overflowed. Allowed: reduce "
+                "'all', or bf16."
+            )
+        return False
 
     # ---- states --------------------------------------------------------------------------------------------------
 
@@ -368,16 +392,5 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return sum(tensor.numel() * tensor.element_size() for tensor in held)
 
 
-def master_of(dtype: str) -> torch.dtype | None:
-    """Return what ``master`` must be for a policy's ``precision.master``: bf16 weights are then updated as such."""
-    return torch.float32 if dtype == "fp32" else None
-
-
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in _NO_SETTINGS}
-
-
-def _outline(parameter: torch.Tensor) -> torch.nn.Parameter:
-    """Return a parameter of the same shape without memory: some optimizers make their state when they are made."""
-    floats = parameter.is_floating_point() or parameter.is_complex()
-    return torch.nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=floats)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import unittest.mock
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -89,15 +91,15 @@ OPTIMIZERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]
 }
 
 
-def make(name: str, params: Any, *, sharded: bool) -> torch.optim.Optimizer:
+def make(name: str, params: Any, *, sharded: bool, **how: Any) -> torch.optim.Optimizer:
     if name == "home-made":
 
         def factory(groups: Any) -> Whitened:
             return Whitened(groups, lr=2e-2)
 
-        return ShardedOptimizer(params, factory) if sharded else factory(params)
+        return ShardedOptimizer(params, factory, **how) if sharded else factory(params)
     kind, settings = OPTIMIZERS[name]
-    return ShardedOptimizer(params, kind, **settings) if sharded else kind(params, **settings)
+    return ShardedOptimizer(params, kind, **settings, **how) if sharded else kind(params, **settings)
 
 
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -725,3 +727,139 @@ def test_the_policy_makes_the_optimizer_that_it_needs() -> None:
     assert isinstance(sharded, ShardedOptimizer)
     assert sharded.param_groups[0]["lr"] == 0.5
     assert type(ShardingPolicy.load("fsdp2").optimizer([weight], torch.optim.SGD, lr=0.5)) is torch.optim.SGD
+
+
+# ---- gradients to their owners only ----------------------------------------------------------------------------
+
+
+def to_owners(name: str, always: bool) -> tuple[float, float, int, int]:
+    """Differences to plain DDP and how far weights moved; bytes that other ranks got from this one, and all bytes."""
+    found, counted = [], [0]
+    kept = dist.all_to_all_single
+
+    def all_to_all(output: torch.Tensor, given: torch.Tensor, *sizes: list[int], **options: Any) -> Any:
+        counted[0] += (given.numel() - sizes[1][dist.get_rank()]) * given.element_size()
+        return kept(output, given, *sizes, **options)
+
+    for net, sharded in zip(twins(), (False, True), strict=True):
+        start = copy.deepcopy(net.state_dict())
+        optimizer: Any = make(name, three_groups(net), sharded=sharded, **({"reduce": "owner"} if sharded else {}))
+        wrapped = DistributedDataParallel(net, find_unused_parameters=not always, bucket_cap_mb=0.001)
+        if sharded:
+            optimizer.attach(wrapped)
+        with unittest.mock.patch("torch.distributed.all_to_all_single", all_to_all):
+            norms = []
+            for step in range(STEPS):
+                for half in range(2):  # two micro-batches
+                    tokens, labels = (mine(rows)[half::2] for rows in batch(step))
+                    with contextlib.nullcontext() if half else wrapped.no_sync():
+                        logits = wrapped(tokens, seldom=always or step % 3 == 1)
+                        (torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()) / 2).backward()
+                clip = (
+                    optimizer.clip_grad_norm_ if sharded else partial(torch.nn.utils.clip_grad_norm_, net.parameters())
+                )
+                norms.append(float(clip(0.5)))
+                optimizer.step()
+                optimizer.zero_grad()
+        found.append((copy.deepcopy(net.state_dict()), norms))
+    assert found[0][1] == pytest.approx(found[1][1], rel=1e-5)
+    assert max(found[0][1]) > 0.5, "clipping must bite"
+    trained = sum(p.numel() * p.element_size() for p in net.parameters() if p.requires_grad)
+    return furthest(found[0][0], found[1][0]), furthest(start, found[1][0]), counted[0], trained
+
+
+@pytest.mark.parametrize("ranks", [2, 4], indirect=True)
+@pytest.mark.parametrize("name", ["SGD with momentum", "AdamW", "Adafactor", "home-made"])
+def test_gradients_that_go_to_their_owners_only_train_the_same(name: str, ranks: RankPool) -> None:
+    outcome = ranks.run(to_owners, name, True)
+    for difference, moved, _, _ in outcome:
+        assert moved > 5e-3
+        assert difference <= 1e-5  # ranks are summed in another order, and Adam divides what is small by itself
+    sent = sum(counted for _, _, counted, _ in outcome)
+    total = outcome[0][3]
+    assert sent == STEPS * total * (ranks.world - 1), "each rank sends each element to its owner, once"
+
+
+def test_gradients_of_a_part_that_is_seldom_used(two_ranks: RankPool) -> None:
+    for difference, moved, _, _ in two_ranks.run(to_owners, "AdamW", False):
+        assert moved > 5e-3
+        assert difference <= 1e-5
+
+
+def owner_policed(line: str, reduce: str) -> tuple[list[float], list[float]]:
+    accelerator = ShardingPolicy.load(line).accelerator()
+    torch.manual_seed(5)
+    net: Any = Net()
+    optimizer: Any = ShardedOptimizer(three_groups(net), torch.optim.AdamW, lr=1e-2, reduce=reduce)
+    net, optimizer = accelerator.prepare(net, optimizer)
+    losses, norms = [], []
+    for step in range(2 * STEPS):
+        tokens, labels = (mine(rows) for rows in batch(step))
+        with accelerator.accumulate(net):
+            logits = net(tokens, seldom=True)
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+            accelerator.backward(loss)
+            if accelerator.sync_gradients and step % 4 == 1:  # else the policy clips by itself
+                norms.append(float(accelerator.clip_grad_norm_(net.parameters())))
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, norms
+
+
+def test_a_policy_clips_shares_to_the_global_norm(two_ranks: RankPool) -> None:
+    line = "ddp_sharded,gradient_clipping=0.5,gradient_accumulation_steps=2"
+    wanted, found = two_ranks.run(owner_policed, line, "all"), two_ranks.run(owner_policed, line, "owner")
+    for (losses, norms), (again, shares) in zip(wanted, found, strict=True):
+        assert again == pytest.approx(losses, rel=1e-4)
+        assert shares == pytest.approx(norms, rel=1e-4)
+        assert len(norms) == STEPS // 2
+        assert max(norms) > 0.5
+        assert losses[-1] < 0.9 * losses[0]
+
+
+def misused(how: str) -> None:
+    net = twins()[0]
+    given = [p for p in net.parameters() if p is not net.scale or how != "no owner"]
+    optimizer = ShardedOptimizer(given, torch.optim.AdamW, reduce="owner")
+    wrapped = DistributedDataParallel(net)
+    if how != "not attached":
+        optimizer.attach(wrapped)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0, enabled=how == "scaler")
+    scaler.scale(wrapped(mine(batch(0)[0]), seldom=True).sum()).backward()
+    if how == "read by mistake":
+        norm = torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        raise AssertionError(f"the norm is {float(norm)}")
+    if how == "scaler":
+        scaler.step(optimizer)
+    optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("not attached", "the optimizer is not attached to the DDP model"),
+        ("no owner", "no optimizer has the parameter 'scale'"),
+        ("scaler", r"a GradScaler \(fp16\) with reduce 'owner'"),
+        ("read by mistake", "the norm is nan"),
+    ],
+)
+def test_what_shares_of_gradients_do_not_allow(how: str, words: str, two_ranks: RankPool) -> None:
+    with pytest.raises(RankError, match=words):
+        two_ranks.run(misused, how)
+
+
+def test_an_unknown_way_to_reduce_says_the_known_ones() -> None:
+    with pytest.raises(ValueError, match="Allowed: all, owner"):
+        ShardedOptimizer([torch.nn.Parameter(torch.ones(2))], torch.optim.SGD, lr=1.0, reduce="owners")
+
+
+def compressed() -> None:
+    accelerator = ShardingPolicy.load("ddp_sharded,gradient_compression=powersgd").accelerator()
+    net = torch.nn.Linear(5, 3)
+    accelerator.prepare(net, ShardedOptimizer(net.parameters(), torch.optim.AdamW, reduce="owner"))
+
+
+def test_two_hooks_are_one_too_many(two_ranks: RankPool) -> None:
+    with pytest.raises(RankError, match="DDP has one communication hook"):
+        two_ranks.run(compressed)
