@@ -65,29 +65,45 @@ class OwnerReduce:
                     first, last = max(low, slot.start) - slot.start, min(high, slot.stop) - slot.start
                     if first < last:
                         spans[rank].append((start + first, start + last))
-            self._plans[key] = spans
+            self._plans[key] = [_merged(sorted(theirs)) for theirs in spans]
         return self._plans[key]
 
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Send each owner its part of a bucket, divided by the number of ranks, and add up this rank's."""
         buffer, plan, ranks = bucket.buffer(), self.plan(bucket), self._ranks
-        sent = torch.cat([buffer[a:b] for spans in plan for a, b in spans]).div_(ranks.count)
+        buffer.div_(ranks.count)
+        in_order = _merged([span for spans in plan for span in spans])
+        # Often all of a bucket has one owner, or lies in the order of its owners, and need not be copied.
+        sent = buffer if len(in_order) == 1 else torch.cat([buffer[a:b] for spans in plan for a, b in spans])
         sizes = [sum(b - a for a, b in spans) for spans in plan]
         mine = sizes[ranks.rank]
         arrived = torch.empty(ranks.count * mine, dtype=buffer.dtype, device=buffer.device)
         work = dist.all_to_all_single(arrived, sent, [mine] * ranks.count, sizes, group=ranks.group, async_op=True)
 
         def add_up(_: Any) -> torch.Tensor:
-            summed = arrived.view(ranks.count, mine).sum(0)
-            buffer.fill_(torch.nan)
-            at = 0
-            for a, b in plan[ranks.rank]:
-                buffer[a:b] = summed[at : at + b - a]
-                at += b - a
+            everyones, at = arrived.view(ranks.count, mine), 0
+            for rank, spans in enumerate(plan):
+                for a, b in spans:
+                    if rank != ranks.rank:
+                        buffer[a:b].fill_(torch.nan)
+                        continue
+                    torch.sum(everyones[:, at : at + b - a], 0, out=buffer[a:b])
+                    at += b - a
             return buffer
 
         future: torch.futures.Future[torch.Tensor] = work.get_future().then(add_up)
         return future
+
+
+def _merged(spans: Iterable[Span]) -> list[Span]:
+    """Join spans where one begins at the end of the one before it."""
+    merged: list[Span] = []
+    for start, stop in spans:
+        if merged and merged[-1][1] == start:
+            merged[-1] = (merged[-1][0], stop)
+        else:
+            merged.append((start, stop))
+    return merged
 
 
 def _reduce(state: OwnerReduce, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

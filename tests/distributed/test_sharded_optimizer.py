@@ -160,6 +160,15 @@ def test_weights_are_those_of_the_unsharded_optimizer(name: str, ranks: RankPool
         assert difference <= (1e-6 if "fused" in name else 0.0)
 
 
+def test_three_ranks() -> None:
+    pool = RankPool(3)
+    try:
+        assert [difference for difference, _ in pool.run(side_by_side, "AdamW")] == [0.0] * 3
+        assert [difference for difference, _ in pool.run(side_by_side, "home-made")] == [0.0] * 3
+    finally:
+        pool.stop()
+
+
 @pytest.mark.parametrize("name", [*OPTIMIZERS, "home-made"])
 def test_one_process_without_a_group(name: str) -> None:
     assert not dist.is_initialized()
