@@ -287,6 +287,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: if the groups are others, or it is a share for another rank or number of ranks.
         """
+        about, ranks = state_dict.get("sharded"), Ranks.of(self._process_group)
+        own = (ranks.rank, ranks.count)
+        if about is not None and (about["rank"], about["ranks"]) != own:
+            raise ValueError(
+                f"the state dict is the share of rank {about['rank']} of {about['ranks']}; this is rank {own[0]} of "
+                f"{own[1]}. A share fits its own rank only. Resume with accel_shard.Checkpointer, or load the state "
+                "dict of an unsharded optimizer."
+            )
         groups = self.param_groups
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         for group, loaded in zip(groups, self.param_groups, strict=True):
@@ -302,13 +310,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _install(self, stored: Mapping[str, Any]) -> None:
         assert self._inner is not None
         about, numbers = stored.get("sharded"), self._numbers()
-        own = (self._ranks.rank, self._ranks.count)
-        if about is not None and (about["rank"], about["ranks"]) != own:
-            raise ValueError(
-                f"the state dict is the share of rank {about['rank']} of {about['ranks']}; this is rank {own[0]} of "
-                f"{own[1]}. A share fits its own rank only. Resume with accel_shard.Checkpointer, or load the state "
-                "dict of an unsharded optimizer."
-            )
         for bucket in self._buckets:
             found = {}
             for number, part in enumerate(bucket.parts):

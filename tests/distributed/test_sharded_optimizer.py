@@ -552,9 +552,14 @@ def test_a_share_of_another_rank_is_refused(two_ranks: RankPool) -> None:
     assert [len(share["sharded"]["ranges"]) for share in shares] < [9, 9]
     net = twins()[0]
     optimizer = make("AdamW", net.parameters(), sharded=True)
-    optimizer.load_state_dict(shares[1])
     with pytest.raises(ValueError, match=r"share of rank 1 of 2; this is rank 0 of 1.*Checkpointer"):
-        optimizer.step()
+        optimizer.load_state_dict(shares[1])
+    other = make("AdamW", [net.embed.weight, net.body.weight], sharded=True)
+    shares[1]["param_groups"][0]["params"] = [0, 1]
+    shares[1]["sharded"] |= {"rank": 0, "ranks": 1}
+    other.load_state_dict(shares[1])
+    with pytest.raises(ValueError, match="it is of other parameters or groups"):
+        other.step()
 
 
 # ---- under a policy --------------------------------------------------------------------------------------------
