@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         UnsupportedPolicyError,
     )
     from accel_shard.export import export_model
+    from accel_shard.optim.sharded import ShardedOptimizer
     from accel_shard.policy import PRESETS, Precision, ShardingPolicy
     from accel_shard.training_arguments import VerifyPolicy
 
@@ -32,6 +33,7 @@ __all__ = [
     "PolicyError",
     "PolicyNotAppliedError",
     "Precision",
+    "ShardedOptimizer",
     "ShardingPolicy",
     "SnapshotError",
     "UnsupportedPolicyError",
@@ -47,6 +49,7 @@ _HOME: Final = {
     "PolicyError": "errors",
     "PolicyNotAppliedError": "errors",
     "Precision": "policy",
+    "ShardedOptimizer": "optim.sharded",
     "ShardingPolicy": "policy",
     "SnapshotError": "errors",
     "UnsupportedPolicyError": "errors",

@@ -25,6 +25,8 @@ from accel_shard.backends import backend_for
 from accel_shard.backends.base import Backend, Prepared
 from accel_shard.environment import refuse_other_launch
 from accel_shard.errors import PolicyError
+from accel_shard.layout import ShardsState
+from accel_shard.optim.under_policy import adopt, attach, clip_shares, is_asked_for, refuse_sharded
 from accel_shard.policy import ShardingPolicy
 from accel_shard.precision import cast_masters
 from accel_shard.recompute import checkpoint_blocks
@@ -97,6 +99,7 @@ class PolicyAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships 
         self._trained: list[torch.nn.Module] = []
         self._clipped = self._loader_seen = False
         self.before_end: list[Callable[[], None]] = []
+        self._sharded: list[tuple[Any, Any]] = []
         self._loaders_given: list[tuple[Any, Any]] = []
         rehearsing = rehearsal.is_needed()
         given = list(arguments.pop("kwargs_handlers", None) or [])
@@ -133,6 +136,8 @@ class PolicyAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships 
             PolicyError: for a wrap class the model does not have, or a loader against ``global_batch_size``.
             PolicyNotAppliedError: if the result is not what the policy says.
         """
+        for thing in args:  # here too: DeepSpeed's are not prepared one by one
+            refuse_sharded(thing, self.policy)
         models = [
             a for a in args if isinstance(a, torch.nn.Module) and not getattr(a, "_is_accelerate_prepared", False)
         ]
@@ -144,6 +149,7 @@ class PolicyAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships 
         outcome = result if len(args) > 1 else (result,)
         for scheduler in self._schedulers:
             if isinstance(scheduler, AcceleratedScheduler):
+                self._follow_sharded(scheduler)
                 # Its name for "one step is one optimizer step"; false steps once for each rank.
                 scheduler.split_batches = True
         optimizers = [o for o in outcome if isinstance(o, torch.optim.Optimizer)]
@@ -155,8 +161,45 @@ class PolicyAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships 
             self.backend.after_prepare(self, model)
             logger.info("prepared [%s]: %s", self.policy.to_line(), self.prepared, main_process_only=True)
         for optimizer in optimizers:
+            attach(getattr(optimizer, "optimizer", None), self._trained[-1] if self._trained else None, self.policy)
             self._clip_at_step(optimizer)
         return result
+
+    def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
+        """Prepare an optimizer, as ``Accelerator.prepare_optimizer``; with ``shard: optimizer`` on DDP, shard it.
+
+        Raises:
+            PolicyError: for a ``ShardedOptimizer`` under a policy that shards otherwise.
+            ValueError: for an optimizer that cannot be sharded.
+        """
+        refuse_sharded(optimizer, self.policy)
+        done = isinstance(optimizer, ShardsState) or getattr(optimizer, "_is_accelerate_prepared", False)
+        if done or not is_asked_for(self.policy):
+            return super().prepare_optimizer(optimizer, device_placement)
+        sharded = adopt(optimizer, self.policy)
+        prepared = super().prepare_optimizer(sharded, device_placement)
+        self._sharded.append((optimizer, prepared))
+        return prepared
+
+    def _follow_sharded(self, scheduler: AcceleratedScheduler) -> None:
+        """Let a scheduler know the optimizer that took its optimizer's place: it waits for that one's steps."""
+        for given, prepared in self._sharded:
+            if getattr(scheduler.scheduler, "optimizer", None) is given:
+                scheduler.optimizers = [prepared]
+
+    def save_state(self, *args: Any, **kwargs: Any) -> str:
+        """Save as ``Accelerator.save_state``; refused where it would save a part only.
+
+        Raises:
+            PolicyError: with ``shard: optimizer`` on DDP, where it keeps rank 0's share of the optimizer state.
+        """
+        if is_asked_for(self.policy):
+            raise PolicyError(
+                "Accelerate's save_state keeps rank 0's share of an optimizer state that is shared out. Use "
+                "accel_shard.Checkpointer."
+            )
+        saved: str = super().save_state(*args, **kwargs)
+        return saved
 
     def _before(self, model: torch.nn.Module, batch_size: int | None) -> None:
         """Change a model in place into one that the backend can prepare."""
@@ -255,8 +298,11 @@ class PolicyAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships 
             return torch.tensor(math.nan if engines is None else float(engines))
         limit = max_norm if max_norm is not None else settled
         limit = math.inf if limit is None else limit
-        if self.policy.backend == "fsdp1" and self._trained:
-            norm: Any = self._clip_flattened(list(parameters), limit, norm_type)
+        owner = next((o.optimizer for o in self._optimizers if getattr(o.optimizer, "reduce", "all") == "owner"), None)
+        if owner is not None:
+            norm: Any = clip_shares(owner, parameters, limit, norm_type)
+        elif self.policy.backend == "fsdp1" and self._trained:
+            norm = self._clip_flattened(list(parameters), limit, norm_type)
         else:
             norm = super().clip_grad_norm_(parameters, limit, norm_type)
         self._clipped = True
@@ -286,7 +332,10 @@ class PolicyAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships 
             mine = {id(p) for group in inner.param_groups for p in group["params"]}
             for model in self._trained:
                 if not self._clipped and any(id(p) in mine for p in model.parameters()):
-                    self.backend.clip(self, model, limit)
+                    if getattr(inner, "reduce", "all") == "owner":
+                        clip_shares(inner, model.parameters(), limit, 2.0)
+                    else:
+                        self.backend.clip(self, model, limit)
             self._clipped = False
 
         optimizer.optimizer.register_step_pre_hook(before_step)

@@ -107,6 +107,8 @@ def _words(policy: ShardingPolicy, name: str, value: object) -> str:
 
 
 def _keeps(policy: ShardingPolicy) -> str:
+    if policy.backend == "ddp" and policy.shard == "optimizer":
+        return "; updated weights are sent to all ranks (ShardedOptimizer)"
     if policy.backend in ("fsdp", "fsdp1") and policy.shard == "gradients":
         return "; weights too, but they stay gathered from forward to backward"
     if policy.backend == "deepspeed" and policy.shard == "parameters":

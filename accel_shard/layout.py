@@ -10,14 +10,24 @@ Nothing here communicates. This module imports torch only.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-__all__ = ["Box", "Layout", "Shard", "boxes_of_range", "split_state_key", "state_key", "subtract", "uncovered"]
+__all__ = [
+    "Box",
+    "Layout",
+    "Shard",
+    "ShardsState",
+    "boxes_of_range",
+    "split_state_key",
+    "state_key",
+    "subtract",
+    "uncovered",
+]
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -224,6 +234,33 @@ class Layout:
         for name, states in self.states.items():
             for state, shard in states.items():
                 yield state_key(name, state), shard
+
+
+@runtime_checkable
+class ShardsState(Protocol):
+    """An optimizer that holds a share of the state of parameters that are whole on every rank."""
+
+    def describe_state(self, layout: Layout, names: Mapping[int, str]) -> None:
+        """Add its states, and masters in place of weights, to the layout of the model; names by ``id``. Local."""
+
+    def materialize_state(
+        self,
+        names: Mapping[int, str],
+        shapes: Mapping[str, Mapping[str, tuple[tuple[int, ...], torch.dtype]]],
+        scalars: Mapping[str, Mapping[str, Any]],
+    ) -> None:
+        """Make its share of states of these shapes, to be filled. Local."""
+
+    def after_fill(self) -> None:
+        """Bring the weights up to date with filled masters. Every rank must call it."""
+
+    def updated_elements(self) -> int:
+        """Return how many elements this rank updates. Local."""
+        ...
+
+    def master_dtypes(self) -> frozenset[torch.dtype]:
+        """Return the dtypes of what is updated. Local."""
+        ...
 
 
 def state_key(name: str, state: str) -> str:

@@ -8,7 +8,7 @@ end of the class are doors to those modules, opened when they are called.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -17,6 +17,7 @@ from accel_shard.errors import PolicyError, UnsupportedPolicyError, unknown_name
 from accel_shard.support import find_refusal
 
 if TYPE_CHECKING:
+    import torch
     from transformers import TrainingArguments
 
     from accel_shard.accelerator import PolicyAccelerator
@@ -283,6 +284,20 @@ class ShardingPolicy:
 
         return PolicyAccelerator(self, **arguments)
 
+    def optimizer(self, params: Any, kind: Callable[..., torch.optim.Optimizer], **settings: Any) -> Any:
+        """Build an optimizer that shards its state as this policy says; local.
+
+        ``kind(params, **settings)``, or with ``shard: optimizer`` on DDP a
+        :class:`~accel_shard.ShardedOptimizer` that runs it. ``PolicyAccelerator.prepare`` makes one of a plain
+        optimizer too; HF Trainer does not, and must be given this one.
+        """
+        if (self.backend, self.shard) != ("ddp", "optimizer"):
+            return kind(params, **settings)
+        from accel_shard.optim.sharded import ShardedOptimizer
+        from accel_shard.optim.under_policy import master_of
+
+        return ShardedOptimizer(params, kind, master=master_of(self), **settings)
+
     def training_arguments(self, **arguments: Any) -> TrainingArguments:
         """Build ``transformers.TrainingArguments`` that do what this policy says. Every rank must call it."""
         from accel_shard.training_arguments import training_arguments
@@ -298,6 +313,7 @@ class ShardingPolicy:
 
 PRESETS: Final[Mapping[str, Mapping[str, Any]]] = {
     "ddp": {"shard": "none", "backend": "ddp"},
+    "ddp_sharded": {"shard": "optimizer", "backend": "ddp"},
     "zero1": {"shard": "optimizer", "backend": "deepspeed"},
     "zero2": {"shard": "gradients", "backend": "deepspeed"},
     "zero3": {"shard": "parameters", "backend": "deepspeed"},

@@ -85,13 +85,6 @@ REFUSALS: Final[tuple[Refusal, ...]] = (
     Refusal(
         field="shard",
         backends=("ddp",),
-        values=("optimizer",),
-        reason="plain DDP keeps the whole optimizer state on every rank",
-        instead={"backend": "deepspeed"},
-    ),
-    Refusal(
-        field="shard",
-        backends=("ddp",),
         values=("gradients", "parameters"),
         reason="DDP keeps whole gradients and parameters on every rank",
         instead={"backend": "fsdp"},
@@ -119,7 +112,7 @@ REFUSALS: Final[tuple[Refusal, ...]] = (
     Refusal(
         field="replicas",
         backends=("ddp",),
-        reason="DDP shards nothing, so every rank is a replica already",
+        reason="under DDP every rank is a replica already, and an optimizer state that is shared out is so over all",
         instead={"replicas": 1},
     ),
     Refusal(

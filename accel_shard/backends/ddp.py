@@ -1,4 +1,8 @@
-"""DDP: every rank holds everything; gradients are averaged by all-reduce, overlapped with backward."""
+"""DDP: every rank holds everything; gradients are averaged by all-reduce, overlapped with backward.
+
+With ``shard: optimizer`` each rank holds a share of the optimizer's state, in an optimizer that shares it out itself
+(:class:`~accel_shard.layout.ShardsState`).
+"""
 
 from __future__ import annotations
 
@@ -12,13 +16,14 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
     from accel_shard.backends.ddp_buckets import GradientOrder
+    from accel_shard.backends.parameter_layout import StateShape
     from accel_shard.layout import Layout
 
 __all__ = ["DDPBackend"]
 
 
 class DDPBackend(Backend):
-    """Carries out policies with ``shard: none`` on ``torch.nn.parallel.DistributedDataParallel``."""
+    """Carries out policies with ``shard: none`` and ``optimizer`` on ``torch.nn.parallel.DistributedDataParallel``."""
 
     distributed_types = ("MULTI_CPU", "MULTI_GPU", "MULTI_XPU", "MULTI_NPU", "MULTI_MLU", "MULTI_HPU", "NO")
     kind = "DDP"
@@ -84,9 +89,12 @@ class DDPBackend(Backend):
         """Read from prepared objects what this rank holds."""
         from torch.nn.parallel import DistributedDataParallel
 
+        from accel_shard.layout import ShardsState
         from accel_shard.precision import dtype_name
 
         inner = getattr(model, "_orig_mod", model)
+        client = self.torch_optimizer(model, optimizer)
+        _refuse_unlike(client, self.policy.shard)
         alone = accelerator.num_processes == 1
         trainable = [p for p in model.parameters() if p.requires_grad]
         masters = frozenset(dtype_name(p.dtype) for p in trainable)
@@ -97,20 +105,28 @@ class DDPBackend(Backend):
             if isinstance(inner, DistributedDataParallel) or alone or not trainable
             else type(inner).__name__,
             weights=sum(p.numel() for p in model.parameters()),
-            updated=sum(p.numel() for p in trainable),
+            updated=self._updated(accelerator, trainable, client),
             compute=masters if autocast == "no" else frozenset({autocast}),
-            master=masters,
+            master=frozenset(map(dtype_name, client.master_dtypes())) if isinstance(client, ShardsState) else masters,
             reduce=masters,
             units={},
         )
+
+    def _updated(self, accelerator: Accelerator, trainable: list[Any], client: Any) -> int:
+        if self.policy.shard == "none":
+            return sum(p.numel() for p in trainable)
+        # What no optimizer updates, or none yet, is counted once: as if rank 0 had it.
+        given = {id(p) for group in client.param_groups for p in group["params"]} if client is not None else set()
+        rest = sum(p.numel() for p in trainable if id(p) not in given) if accelerator.is_main_process else 0
+        return rest + (client.updated_elements() if client is not None else 0)
 
     def weight_copies(self, world_size: int) -> int:
         """Return how often each weight element exists over all ranks: once a rank."""
         return world_size
 
     def state_copies(self, world_size: int) -> int:
-        """Return how often each element's optimizer state exists over all ranks: once a rank."""
-        return world_size
+        """Return how often each element's optimizer state exists over all ranks: once a rank, or once."""
+        return 1 if self.policy.shard == "optimizer" else world_size
 
     def whole_weights(self, accelerator: Accelerator, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every weight; nothing is communicated."""
@@ -120,12 +136,42 @@ class DDPBackend(Backend):
             yield canonical(name), parameter.detach()
 
     def layout(self, accelerator: Accelerator, model: torch.nn.Module, optimizer: Any) -> Layout:
-        """Describe what this rank holds: all of it."""
-        from accel_shard.backends.parameter_layout import describe
-        from accel_shard.layout import Shard
+        """Describe what this rank holds: all of it, or of the optimizer's state its share."""
+        from accel_shard.backends.parameter_layout import describe, group_layout
+        from accel_shard.layout import Shard, ShardsState
 
         named, client = self.named_module(accelerator, model), self.torch_optimizer(model, optimizer)
-        return describe(named, client, lambda _, tensor: Shard.whole(tensor), replicated=True)
+        if not isinstance(client, ShardsState):
+            return describe(named, client, lambda _, tensor: Shard.whole(tensor), replicated=True)
+        layout, names = describe(named, None, lambda _, tensor: Shard.whole(tensor), replicated=True), _names(named)
+        client.describe_state(layout, names)
+        layout.groups = group_layout(self.torch_optimizer(model, optimizer), names)
+        return layout
+
+    def materialize(
+        self,
+        accelerator: Accelerator,
+        model: torch.nn.Module,
+        optimizer: Any,
+        shapes: Mapping[str, Mapping[str, StateShape]],
+        scalars: Mapping[str, Mapping[str, Any]],
+    ) -> None:
+        """Give the optimizer state of these shapes: all of it, or its share."""
+        from accel_shard.layout import ShardsState
+
+        client = self.torch_optimizer(model, optimizer)
+        if isinstance(client, ShardsState):
+            client.materialize_state(_names(self.named_module(accelerator, model)), shapes, scalars)
+        else:
+            super().materialize(accelerator, model, optimizer, shapes, scalars)
+
+    def after_load(self, accelerator: Accelerator, model: torch.nn.Module, optimizer: Any) -> None:
+        """Bring the weights up to date with masters that are shared out. Every rank must call it."""
+        from accel_shard.layout import ShardsState
+
+        client = self.torch_optimizer(model, optimizer)
+        if isinstance(client, ShardsState):
+            client.after_fill()
 
     def named_module(self, accelerator: Accelerator, model: torch.nn.Module) -> torch.nn.Module:
         """Return the model without DDP's prefix."""
@@ -137,3 +183,28 @@ class DDPBackend(Backend):
         import torch
 
         return torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+
+
+def _names(model: torch.nn.Module) -> dict[int, str]:
+    from accel_shard.backends.parameter_layout import name_parameters
+
+    return {id(parameter): name for name, parameter in name_parameters(model)[0].items()}
+
+
+def _refuse_unlike(client: Any, shard: str) -> None:
+    """Refuse an optimizer that shares out its state where the policy does not, or the other way round.
+
+    Raises:
+        PolicyNotAppliedError: saying which optimizer is needed.
+    """
+    from accel_shard.errors import PolicyNotAppliedError
+    from accel_shard.layout import ShardsState
+
+    if client is None or isinstance(client, ShardsState) == (shard == "optimizer"):
+        return
+    raise PolicyNotAppliedError(
+        f"shard is {shard!r} on DDP and the optimizer is a {type(client).__name__}, which holds "
+        + ("all of its state on every rank" if shard == "optimizer" else "a share of its state")
+        + ". Make it with policy.optimizer(params, torch.optim.AdamW, lr=...); for HF Trainer: "
+        "Trainer(..., optimizer_cls_and_kwargs=(accel_shard.ShardedOptimizer, {'optimizer': torch.optim.AdamW, ...}))."
+    )

@@ -12,7 +12,7 @@ from accel_shard.names import persistent_buffers
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["StateShape", "describe", "group_settings", "materialize", "name_parameters", "scalar_on"]
+__all__ = ["StateShape", "describe", "group_layout", "group_settings", "materialize", "name_parameters", "scalar_on"]
 
 StateShape = tuple[tuple[int, ...], "torch.dtype"]
 """Shape and dtype of a stored state tensor."""
@@ -74,10 +74,15 @@ def describe(
                     f"{type(optimizer).__name__} keeps {key!r} of {name!r} in shape {tuple(value.shape)}, not the "
                     "parameter's. Such a state is one rank's only when the parameter is sharded; use backend 'ddp'."
                 )
-    layout.groups = [
+    layout.groups = group_layout(optimizer, names)
+    return layout
+
+
+def group_layout(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[dict[str, Any]]:
+    """Return the parameter groups as plain data, with names by the ``id`` of the parameter."""
+    return [
         {"params": [names[id(p)] for p in group["params"]]} | group_settings(group) for group in optimizer.param_groups
     ]
-    return layout
 
 
 def group_settings(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -346,6 +346,7 @@ def imported(line: str, path: str) -> tuple[int, dict[str, torch.Tensor], list[f
 # source, what of it, policy, ranks: each kind of file into several policies, at the same number of ranks and another
 CASES = [
     ("accelerate ddp", "save_state", "ddp", 2), ("accelerate ddp", "save_state", "zero2", 4),
+    ("accelerate ddp", "save_state", "ddp_sharded", 2), ("deepspeed 2", "deepspeed", "ddp_sharded", 4),
     ("plain accelerate", "save_state", "fsdp2", 2),
     ("accelerate fsdp1", "save_state", "zero3", 4), ("accelerate fsdp1", "save_state", "fsdp1", 2),
     ("accelerate fsdp2", "save_state", "fsdp2", 2), ("accelerate fsdp2", "save_state", "fsdp1", 4),

@@ -9,7 +9,7 @@ import pytest
 import torch
 from rank_pool import RankPool
 
-POLICIES = ["ddp", "fsdp1", "fsdp2", "fsdp2_keep_params", "zero1", "zero2", "zero3"]
+POLICIES = ["ddp", "ddp_sharded", "fsdp1", "fsdp2", "fsdp2_keep_params", "zero1", "zero2", "zero3"]
 CASES = [(name, n) for n in (2, 4) for name in POLICIES] + [("hsdp", 4)]
 
 
@@ -79,6 +79,8 @@ def formula(name: str, parameters: int, ranks: int) -> float:
     shards = {"ddp": 1, "hsdp": ranks // 2}.get(name, ranks)
     if name == "ddp":
         return 16.0 * parameters
+    if name == "ddp_sharded":
+        return (4 + 4 + 8 / ranks) * parameters
     if name == "zero1":
         return (4 + 4 + 12 / shards) * parameters
     if name == "zero2":

@@ -10,8 +10,19 @@ import torch
 from rank_pool import RankPool
 from training import STEPS, Run, oracle, tiny_llama, under_policy
 
-ON_TWO = ["ddp", "fsdp1", "fsdp2", "fsdp2_keep_params", "fsdp2_offload", "zero1", "zero2", "zero3", "zero3_offload"]
-CASES = [(name, 2) for name in ON_TWO] + [("hsdp", 4), ("zero3", 4), ("fsdp1", 4)]
+ON_TWO = [
+    "ddp",
+    "ddp_sharded",
+    "fsdp1",
+    "fsdp2",
+    "fsdp2_keep_params",
+    "fsdp2_offload",
+    "zero1",
+    "zero2",
+    "zero3",
+    "zero3_offload",
+]
+CASES = [(name, 2) for name in ON_TWO] + [("hsdp", 4), ("zero3", 4), ("fsdp1", 4), ("ddp_sharded", 4)]
 
 
 @cache
@@ -47,7 +58,7 @@ def test_policy_trains_as_plain_torch(name: str, ranks: RankPool) -> None:
         assert run.norms == runs[0].norms
 
 
-@pytest.mark.parametrize("name", ["ddp", "fsdp1", "fsdp2", "zero2", "zero3"])
+@pytest.mark.parametrize("name", ["ddp", "ddp_sharded", "fsdp1", "fsdp2", "zero2", "zero3"])
 def test_tied_weights(name: str, two_ranks: RankPool) -> None:
     runs = two_ranks.run(under_policy, name, tied=True)
     wanted = plain_torch(tied=True)

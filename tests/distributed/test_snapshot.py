@@ -93,7 +93,7 @@ def resume(line: str, folder: str, dropout: float = 0.0) -> tuple[list[float], d
     return losses, run.weights(), random.random()
 
 
-PRESETS = ["ddp", "fsdp1", "fsdp2", "zero1", "zero2", "zero3"]
+PRESETS = ["ddp", "ddp_sharded", "fsdp1", "fsdp2", "zero1", "zero2", "zero3"]
 
 
 @pytest.mark.parametrize(
@@ -115,6 +115,8 @@ PAIRS = [
     ("ddp", 2, "fsdp2", 4), ("fsdp2", 4, "zero3", 2), ("zero3", 2, "fsdp1", 4), ("fsdp1", 4, "zero1", 2),
     ("zero1", 2, "hsdp", 4), ("hsdp", 4, "zero2", 2), ("zero2", 2, "zero3", 4), ("zero3", 4, "ddp", 2),
     ("zero2", 4, "fsdp1", 2), ("fsdp1", 2, "fsdp2", 2), ("fsdp2", 2, "ddp", 4), ("zero1", 4, "zero2", 4),
+    ("ddp", 2, "ddp_sharded", 4), ("ddp_sharded", 4, "fsdp2", 2), ("fsdp2", 2, "ddp_sharded", 2), ("ddp_sharded", 2, "zero2", 4),
+    ("zero2", 4, "ddp_sharded", 2), ("ddp_sharded", 2, "ddp_sharded", 4), ("ddp_sharded", 4, "ddp", 2),
 ]  # fmt: skip
 
 

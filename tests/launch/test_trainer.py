@@ -29,6 +29,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 
 KINDS = {
     "ddp": "MULTI_CPU",
+    "ddp_sharded": "MULTI_CPU",
     "fsdp1": "FSDP",
     "fsdp2": "FSDP",
     "hsdp": "FSDP",
@@ -46,11 +47,19 @@ def test_trainer_under_accelerate_launch(name: str, plain: list[float], tmp_path
     assert found["losses"] == pytest.approx(plain, rel=1e-4)
 
 
-@pytest.mark.parametrize("name", ["ddp", "fsdp1", "zero3"])
+@pytest.mark.parametrize("name", ["ddp", "ddp_sharded", "fsdp1", "zero3"])
 def test_trainer_under_torchrun(name: str, plain: list[float], tmp_path: Path) -> None:
     found = result(torchrun(SCRIPT, name, ranks=2), tmp_path)
     assert found["kind"] == KINDS[name]
     assert found["losses"] == pytest.approx(plain, rel=1e-4)
+
+
+def test_trainers_own_optimizer_does_not_pass_for_a_sharded_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PLAIN_OPTIMIZER", "1")
+    with pytest.raises(LaunchError, match=r"optimizer_cls_and_kwargs=\(accel_shard.ShardedOptimizer"):
+        result(torchrun(SCRIPT, "ddp_sharded", ranks=2), tmp_path)
 
 
 def test_a_trainer_that_did_something_else_is_stopped(tmp_path: Path) -> None:

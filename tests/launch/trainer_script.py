@@ -26,6 +26,15 @@ class Samples(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": tokens, "labels": tokens}
 
 
+def optimizer_for(policy: Any) -> dict[str, Any]:
+    """What Trainer must be told under ``ddp_sharded``: it makes its optimizer itself."""
+    if policy is None or (policy.backend, policy.shard) != ("ddp", "optimizer") or "PLAIN_OPTIMIZER" in os.environ:
+        return {}
+    from accel_shard import ShardedOptimizer
+
+    return {"optimizer_cls_and_kwargs": (ShardedOptimizer, {"optimizer": torch.optim.AdamW, "lr": 3e-3})}
+
+
 def main() -> None:
     output, source = sys.argv[1:]
     common: dict[str, Any] = {
@@ -44,7 +53,7 @@ def main() -> None:
         policy = ShardingPolicy.from_environment(named, gradient_clipping=0.5, gradient_accumulation_steps=2)
         policy = policy.replace(global_batch_size=GLOBAL_BATCH)
         arguments = policy.training_arguments(**common)
-    trainer = Trainer(model=tiny_llama(), args=arguments, train_dataset=Samples())
+    trainer = Trainer(model=tiny_llama(), args=arguments, train_dataset=Samples(), **optimizer_for(policy))
     if policy is not None:
         from accel_shard import VerifyPolicy
 

@@ -67,7 +67,8 @@ def test_a_written_config_says_the_whole_policy(line: str) -> None:
     ("line", "lost"),
     [("fsdp2,gradient_clipping=1.0", "gradient_clipping=1.0"), ("ddp,gradient_accumulation_steps=2", "accumulation"),
      ("fsdp2,precision.reduce=bf16", "precision.reduce=bf16"), ("zero2,activation_checkpointing=true", "activation"),
-     ("ddp,gradient_compression=fp16", "gradient_compression=fp16"), ("fsdp2,global_batch_size=8", "global_batch")],
+     ("ddp,gradient_compression=fp16", "gradient_compression=fp16"), ("ddp_sharded", "shard=optimizer"),
+      ("fsdp2,global_batch_size=8", "global_batch")],
 )  # fmt: skip
 def test_what_a_config_cannot_carry_is_an_error(line: str, lost: str) -> None:
     with pytest.raises(UnsupportedPolicyError, match=lost):

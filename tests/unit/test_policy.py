@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from itertools import product
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -124,7 +125,7 @@ def test_presets_load_by_name_and_resolve_auto(name: str) -> None:
     policy = ShardingPolicy.load(name)
     assert policy.backend in BACKENDS
     assert policy == ShardingPolicy.load({"preset": name})
-    stage = {"ddp": 0, "zero1": 1, "zero2": 2, "fsdp2_keep_params": 2}.get(name, 3)
+    stage = {"ddp": 0, "ddp_sharded": 1, "zero1": 1, "zero2": 2, "fsdp2_keep_params": 2}.get(name, 3)
     assert policy.zero_stage == stage
 
 
@@ -183,3 +184,10 @@ def test_precision_shorthands_are_one_dtype_of_compute() -> None:
     assert Precision.parse("bf16") == Precision(master="fp32", compute="bf16", reduce="fp32", save="fp32")
     assert ShardingPolicy.load("fsdp2,precision=bf16,precision.reduce=bf16").dtypes.reduce == "bf16"
     assert ShardingPolicy.load("fsdp2").replace(**{"precision.save": "bf16"}).dtypes.save == "bf16"
+
+
+def test_the_recipes_policy_files_are_policies() -> None:
+    files = list((Path(__file__).parents[2] / "recipes" / "policies").glob("*.yaml"))
+    assert [file.stem for file in files] == ["ddp_sharded"]
+    for file in files:
+        assert ShardingPolicy.load(file).replace(gradient_clipping=None) == ShardingPolicy.load(file.stem)

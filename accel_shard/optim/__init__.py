@@ -1,0 +1,1 @@
+"""Optimizers that hold their state once over all ranks."""
