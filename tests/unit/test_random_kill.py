@@ -60,9 +60,9 @@ def digest(model: Any, optimizer: Any) -> str:
 
 def watch(phase: mmap.mmap, rank: int) -> None:
     """Keep in shared memory what this rank is doing, for the one that kills it."""
-    from accel_shard.checkpoint import checkpointer
     from accel_shard.checkpoint.folder import SnapshotFolder
     from accel_shard.checkpoint.snapshot import StagedSnapshot
+    from accel_shard.checkpoint.staging import Stager
 
     def watched(function: Any, number: int) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -74,7 +74,7 @@ def watch(phase: mmap.mmap, rank: int) -> None:
 
         return call
 
-    checkpointer.stage_snapshot = watched(checkpointer.stage_snapshot, COPYING)
+    Stager.stage = watched(Stager.stage, COPYING)
     StagedSnapshot.write = watched(StagedSnapshot.write, WRITING)
     SnapshotFolder.retain = watched(SnapshotFolder.retain, REMOVING)
 
