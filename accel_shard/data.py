@@ -220,6 +220,8 @@ def batches_of(
         loader.base_dataloader._iterator = None
     size = given.batch_size or 1
     if accelerator.split_batches:
+        if size % ranks:
+            raise DataOrderError(f"split_batches is on, and {ranks} ranks do not divide a batch of {size}.")
         size //= ranks
     device, overlap = accelerator.device, accelerator.non_blocking
     return Batches(

@@ -179,3 +179,17 @@ def test_snapshots_open_with_safetensors_alone(two_ranks: RankPool, tmp_path: Pa
     two_ranks.run(best_and_newest, str(tmp_path))
     stored = [load_file(file) for file in (tmp_path / "step-000000004").glob("*.safetensors")]
     assert {name for tensors in stored for name in tensors} == {"model.weight", "model.bias"}
+
+
+def split(folder: str, size: int) -> list[int]:
+    from accelerate.utils import DataLoaderConfiguration
+
+    accelerator, _, _ = prepared(dataloader_config=DataLoaderConfiguration(split_batches=True))
+    batch: list[int] = next(Checkpointer(accelerator, folder).batches(DataLoader(list(range(8)), size))).tolist()
+    return batch
+
+
+def test_a_batch_that_is_split_over_ranks(two_ranks: RankPool, tmp_path: Path) -> None:
+    assert two_ranks.run(split, str(tmp_path), 4) == [[0, 1], [2, 3]]
+    with pytest.raises(RankError, match="2 ranks do not divide a batch of 3"):
+        two_ranks.run(split, str(tmp_path), 3)
