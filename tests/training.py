@@ -135,3 +135,16 @@ def under_policy(line: str, *, steps: int = STEPS, clip: float | None = CLIP, ca
         if accelerator.is_main_process:
             run.weights[name] = weight.detach().float().clone()
     return run
+
+
+def put_together(layout: Any) -> dict[str, torch.Tensor]:
+    """Everything of a layout, put together from all ranks' shards; NaN where nobody has it. Every rank calls it."""
+    from accel_shard.checkpoint.plan import gather
+
+    whole: dict[str, torch.Tensor] = {}
+    for parts in gather({key: (s.shape, s.dtype, [(b, t.clone()) for b, t in s.parts]) for key, s in layout.tensors()}):
+        for key, (shape, dtype, boxes) in parts.items():
+            tensor = whole.setdefault(key, torch.full(shape, torch.nan, dtype=dtype))
+            for box, piece in boxes:
+                tensor[box.slices()] = piece
+    return whole

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import logging
 import math
 import os
 import resource
@@ -19,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from listening import listening
 from rank_pool import RankError, RankPool
 
 from accel_shard import Checkpointer, ShardingPolicy, SnapshotError
@@ -85,16 +85,10 @@ def save_steps(folder: str, *steps: int) -> None:
 
 def resumed(folder: str, source: str = "auto") -> tuple[int, set[float], list[str]]:
     """Resume; return the step, the values held, and what was said."""
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("accel_shard").addHandler(handler)
-    try:
+    with listening() as said:
         small = Small(folder)
         small.checkpointer.resume(source)
         return small.checkpointer.steps, small.held(), said
-    finally:
-        logging.getLogger("accel_shard").removeHandler(handler)
 
 
 # ---- bytes -----------------------------------------------------------------------------------------------------

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from listening import listening
 from rank_pool import RankPool, _forget_accelerate
-from training import GLOBAL_BATCH, LENGTH, batch_of, dataset, rate, token_loss
+from training import GLOBAL_BATCH, LENGTH, batch_of, dataset, put_together, rate, token_loss
 
 from accel_shard import Checkpointer, ShardingPolicy
 from accel_shard.errors import SnapshotError
@@ -99,17 +100,12 @@ class Live:
 
 
 def together(layout: Any) -> dict[str, torch.Tensor]:
-    """Everything of a layout, put together from all ranks' shards."""
+    """Everything of a layout, and the step counts."""
     from accel_shard.checkpoint.plan import gather
 
-    whole: dict[str, torch.Tensor] = {}
-    mine = {key: (s.shape, s.dtype, [(b, t.clone()) for b, t in s.parts]) for key, s in layout.tensors()}
-    for parts in gather(mine):
-        for key, (shape, dtype, boxes) in parts.items():
-            tensor = whole.setdefault(key, torch.full(shape, torch.nan, dtype=dtype))
-            for box, piece in boxes:
-                tensor[box.slices()] = piece
-    return whole | {f"step.{n}": s["step"].clone() for held in gather(layout.scalars) for n, s in held.items()}
+    return put_together(layout) | {
+        f"step.{n}": s["step"].clone() for held in gather(layout.scalars) for n, s in held.items()
+    }
 
 
 def held_by(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
@@ -386,33 +382,20 @@ def test_every_tensor_arrives_and_the_run_goes_on(
 # ---- weights alone ---------------------------------------------------------------------------------------------
 
 
-class Lines(logging.Handler):
-    """What is logged."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-        logging.getLogger("accel_shard").addHandler(self)
-        logging.getLogger("accel_shard").setLevel(logging.INFO)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
 def weights_of(line: str, path: str) -> tuple[dict[str, torch.Tensor], int, list[str]]:
-    heard, run = Lines(), Live(line)
-    train(run, [0])
-    before = run.held()
-    checkpointer = Checkpointer(run.accelerator, Path(path).parent / "snapshots")
-    checkpointer.steps = 1
-    assert checkpointer.resume(path, weights_only=True)
-    after = run.held()
-    kept = [key for key in before if not key.startswith(("model.", "buffer."))]
-    assert kept
-    assert all(torch.equal(before[key], after[key]) for key in kept)
-    assert run.schedule.state_dict()["last_epoch"] == 1
-    logging.getLogger("accel_shard").removeHandler(heard)
-    return {key: after[key] for key in after if key not in kept}, checkpointer.steps, heard.lines
+    with listening(logging.INFO) as lines:
+        run = Live(line)
+        train(run, [0])
+        before = run.held()
+        checkpointer = Checkpointer(run.accelerator, Path(path).parent / "snapshots")
+        checkpointer.steps = 1
+        assert checkpointer.resume(path, weights_only=True)
+        after = run.held()
+        kept = [key for key in before if not key.startswith(("model.", "buffer."))]
+        assert kept
+        assert all(torch.equal(before[key], after[key]) for key in kept)
+        assert run.schedule.state_dict()["last_epoch"] == 1
+    return {key: after[key] for key in after if key not in kept}, checkpointer.steps, lines
 
 
 @pytest.mark.parametrize(
@@ -633,10 +616,10 @@ def with_more(path: str, target: str) -> list[str]:
     if torch.distributed.get_rank() == 0:
         torch.save(content | {"head.weight": torch.ones(2), "head.bias": torch.ones(1)}, target)
     torch.distributed.barrier()
-    heard, run = Lines(), Live("fsdp2")
-    Checkpointer(run.accelerator, Path(target).parent / "snapshots").resume(target, weights_only=True)
-    logging.getLogger("accel_shard").removeHandler(heard)
-    return heard.lines
+    with listening(logging.INFO) as lines:
+        run = Live("fsdp2")
+        Checkpointer(run.accelerator, Path(target).parent / "snapshots").resume(target, weights_only=True)
+    return lines
 
 
 def test_what_is_left_over_is_said_by_name(two_ranks: RankPool, written: Written, tmp_path: Path) -> None:
@@ -652,10 +635,10 @@ def test_what_is_not_taken_over_is_said_by_name(two_ranks: RankPool, written: Wr
 
 
 def heard_from(path: str) -> list[str]:
-    heard, run = Lines(), Live("ddp")
-    assert Checkpointer(run.accelerator, Path(path).parent / "snapshots").resume(path)
-    logging.getLogger("accel_shard").removeHandler(heard)
-    return heard.lines
+    with listening(logging.INFO) as lines:
+        run = Live("ddp")
+        assert Checkpointer(run.accelerator, Path(path).parent / "snapshots").resume(path)
+    return lines
 
 
 def tied_and_apart(folder: str) -> str:

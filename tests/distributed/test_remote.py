@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from rank_pool import RankError, RankPool
-from test_snapshot import Run, flip_a_bit, put_together, resume, save
+from test_snapshot import Run, flip_a_bit, resume, save
+from training import put_together
 
 from accel_shard import Checkpointer, SnapshotError
 
@@ -21,7 +22,7 @@ def names(folder: Path) -> list[str]:
 def held(line: str, url: str) -> dict[str, torch.Tensor]:
     run = Run(line)
     assert Checkpointer(run.accelerator, url).resume()
-    return put_together(run)
+    return put_together(run.layout())
 
 
 @pytest.mark.parametrize(("first", "second"), [("fsdp2", "zero2"), ("zero3", "fsdp2"), ("ddp", "fsdp1")])
@@ -225,10 +226,12 @@ def all_in_memory(folder: str) -> dict[str, Any]:
             if step == 0:
                 checkpointer.pin(f"{url}/step-000000001")
     found["names"] = sorted(path.name for _, path in find_snapshots(place(url)))
-    saved = put_together(run)
+    saved = put_together(run.layout())
     run.train([4])
     checkpointer.resume()
-    found["back"] = checkpointer.steps == 4 and all(torch.equal(t, saved[k]) for k, t in put_together(run).items())
+    found["back"] = checkpointer.steps == 4 and all(
+        torch.equal(t, saved[k]) for k, t in put_together(run.layout()).items()
+    )
     export_model(run.accelerator, run.model, f"{folder}/like")
     newest, older = f"{url}/step-000000004", f"{url}/step-000000003"
     for name, arguments in {

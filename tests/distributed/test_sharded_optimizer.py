@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from rank_pool import RankError, RankPool
 from torch.nn.parallel import DistributedDataParallel
+from training import put_together
 
 from accel_shard import Checkpointer, ShardedOptimizer, ShardingPolicy, UnsupportedPolicyError
 from accel_shard.layout import Layout
@@ -593,17 +594,7 @@ class Policed:
 
     def held(self) -> dict[str, torch.Tensor]:
         """Everything that all ranks hold, put together."""
-        from accel_shard.checkpoint.plan import gather
-
-        layout = self.accelerator.backend.layout(self.accelerator, self.net, self.optimizer)
-        whole: dict[str, torch.Tensor] = {}
-        mine = {key: (s.shape, s.dtype, [(b, t.clone()) for b, t in s.parts]) for key, s in layout.tensors()}
-        for parts in gather(mine):
-            for key, (shape, dtype, boxes) in parts.items():
-                tensor = whole.setdefault(key, torch.full(shape, torch.nan, dtype=dtype))
-                for box, piece in boxes:
-                    tensor[box.slices()] = piece
-        return whole
+        return put_together(self.accelerator.backend.layout(self.accelerator, self.net, self.optimizer))
 
 
 def leg(

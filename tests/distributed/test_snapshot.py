@@ -14,7 +14,7 @@ import pytest
 import torch
 from rank_pool import RankError, RankPool
 from safetensors import safe_open
-from training import GLOBAL_BATCH, LENGTH, batch_of, dataset, groups, rate, tiny_llama, token_loss
+from training import GLOBAL_BATCH, LENGTH, batch_of, dataset, groups, put_together, rate, tiny_llama, token_loss
 
 from accel_shard import Checkpointer, ShardingPolicy
 
@@ -63,6 +63,9 @@ class Run:
             losses.append(float(self.accelerator.reduce(loss.detach(), "mean")))
         return losses
 
+    def layout(self) -> Any:
+        return self.accelerator.backend.layout(self.accelerator, self.model, self.optimizer)
+
     def weights(self) -> dict[str, torch.Tensor]:
         return {name: weight.detach().clone() for name, weight in self.accelerator.whole_weights(self.model)}
 
@@ -74,7 +77,7 @@ def save(line: str, folder: str, dropout: float = 0.0) -> tuple[Any, ...]:
     run.counter.value["best"] = 1.5
     with Checkpointer(run.accelerator, folder) as checkpointer:
         checkpointer.steps, checkpointer.progress = len(BEFORE), {"tokens": 123}
-        saved = put_together(run)
+        saved = put_together(run.layout())
         checkpointer.save()
         losses = run.train(AFTER)  # while it is written
         drawn = random.random()
@@ -125,20 +128,7 @@ def held(line: str, folder: str) -> dict[str, torch.Tensor]:
     run = Run(line)
     with Checkpointer(run.accelerator, folder) as checkpointer:
         assert checkpointer.resume()
-    return put_together(run)
-
-
-def put_together(run: Run) -> dict[str, torch.Tensor]:
-    from accel_shard.checkpoint.plan import gather
-
-    layout = run.accelerator.backend.layout(run.accelerator, run.model, run.optimizer)
-    whole: dict[str, torch.Tensor] = {}
-    for parts in gather({key: (s.shape, s.dtype, [(b, t.clone()) for b, t in s.parts]) for key, s in layout.tensors()}):
-        for key, (shape, dtype, boxes) in parts.items():
-            tensor = whole.setdefault(key, torch.full(shape, torch.nan, dtype=dtype))
-            for box, piece in boxes:
-                tensor[box.slices()] = piece
-    return whole
+    return put_together(run.layout())
 
 
 @pytest.mark.parametrize(("first", "ranks", "second", "others"), PAIRS)

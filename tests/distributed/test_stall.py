@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from rank_pool import RankPool
-from test_snapshot import Run, put_together
+from test_snapshot import Run
+from training import put_together
 
 from accel_shard import Checkpointer
 
@@ -34,11 +35,11 @@ def exchanges_of_saves(line: str, folder: str) -> tuple[list[int], bool]:
                 checkpointer.save()
             finally:
                 dist.all_gather_object = original
-            saved = put_together(run)
+            saved = put_together(run.layout())
             counts.append(0)
             run.train([step])
         checkpointer.resume()
-    return counts[:-1], all(torch.equal(tensor, saved[key]) for key, tensor in put_together(run).items())
+    return counts[:-1], all(torch.equal(tensor, saved[key]) for key, tensor in put_together(run.layout()).items())
 
 
 @pytest.mark.parametrize("line", ["ddp", "fsdp1", "fsdp2", "zero3"])
