@@ -15,7 +15,8 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from accel_shard.errors import DataOrderError
-from accel_shard.sample_order import Cursor, Deal, Keys, derived_seed, random_state_left_alone, set_seeds
+from accel_shard.random_streams import seed_host
+from accel_shard.sample_order import Cursor, Deal, Keys, derived_seed, random_state_left_alone
 from accel_shard.stream import StreamReader
 
 if TYPE_CHECKING:
@@ -42,15 +43,15 @@ class _Fetcher(Dataset[Any]):
         indices = list(first) if self.nested else [index for _, _, index in keys]
         with random_state_left_alone():
             if self.batched and callable(getattr(self.dataset, "__getitems__", None)):
-                set_seeds(derived_seed(self.seed, epoch, position, 0))
+                seed_host(derived_seed(self.seed, epoch, position, 0))
                 samples = self.dataset.__getitems__(indices)
             else:
                 samples = []
                 for number, index in enumerate(indices):
                     where = (epoch, position, number) if self.nested else keys[number][:2]
-                    set_seeds(derived_seed(self.seed, *where, 0))
+                    seed_host(derived_seed(self.seed, *where, 0))
                     samples.append(self.dataset[index])
-            set_seeds(derived_seed(self.seed, epoch, position, 1))
+            seed_host(derived_seed(self.seed, epoch, position, 1))
             return self.collate(samples if self.batched else samples[0])
 
 

@@ -6,9 +6,6 @@ Micro-batch ``i`` of ``b`` samples goes to rank ``i`` modulo the number of ranks
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import random
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,8 +14,9 @@ import torch
 from torch.utils.data import RandomSampler, SequentialSampler, get_worker_info
 
 from accel_shard.errors import DataOrderError
+from accel_shard.random_streams import capture_host, restore_host, seed_host, seed_of
 
-__all__ = ["Deal", "Keys", "Cursor", "derived_seed", "epoch_order", "random_state_left_alone", "set_seeds"]
+__all__ = ["Deal", "Keys", "Cursor", "derived_seed", "epoch_order", "random_state_left_alone"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,15 +70,7 @@ class Deal:
 
 def derived_seed(*path: int) -> int:
     """Return a seed of 63 bits for a place in the run."""
-    return int.from_bytes(hashlib.blake2b("/".join(map(str, path)).encode(), digest_size=8).digest(), "big") >> 1
-
-
-def set_seeds(seed: int) -> None:
-    """Seed Python's, numpy's and torch's host streams; those of devices belong to the model."""
-    random.seed(seed)
-    torch.default_generator.manual_seed(seed)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed % 2**32)
+    return seed_of("/".join(map(str, path)).encode())
 
 
 @contextlib.contextmanager
@@ -89,16 +79,11 @@ def random_state_left_alone() -> Iterator[None]:
     if get_worker_info() is not None:
         yield
         return
-    numpy = sys.modules.get("numpy")
-    python, host = random.getstate(), torch.get_rng_state()
-    theirs = numpy.random.get_state() if numpy is not None else None
+    state = capture_host()
     try:
         yield
     finally:
-        random.setstate(python)
-        torch.set_rng_state(host)
-        if numpy is not None:
-            numpy.random.set_state(theirs)
+        restore_host(state)
 
 
 def epoch_order(sampler: Any, seed: int, epoch: int) -> Sequence[Any]:
@@ -122,7 +107,7 @@ def epoch_order(sampler: Any, seed: int, epoch: int) -> Sequence[Any]:
         sampler.set_epoch(epoch)
     holders = [s for s in (sampler, getattr(sampler, "sampler", None)) if isinstance(_generator(s), torch.Generator)]
     with random_state_left_alone():
-        set_seeds(number)
+        seed_host(number)
         former = [_generator(holder).get_state() for holder in holders]
         for holder in holders:
             _generator(holder).manual_seed(number)

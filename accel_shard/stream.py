@@ -10,7 +10,8 @@ import torch
 from torch.utils.data import IterableDataset
 
 from accel_shard.errors import DataOrderError
-from accel_shard.sample_order import Cursor, Deal, derived_seed, random_state_left_alone, set_seeds
+from accel_shard.random_streams import seed_host
+from accel_shard.sample_order import Cursor, Deal, derived_seed, random_state_left_alone
 
 __all__ = ["StreamReader", "has_exact_state"]
 
@@ -69,7 +70,7 @@ class StreamReader(IterableDataset[Any]):
     def _collated(self, mine: list[tuple[Any, Cursor]]) -> Any:
         samples, after = [sample for sample, _ in mine], mine[0][1]
         with random_state_left_alone():
-            set_seeds(derived_seed(self.seed, after.epoch, after.position, 1))
+            seed_host(derived_seed(self.seed, after.epoch, after.position, 1))
             return self.collate(samples if self.batched else samples[0])
 
     def _samples(self) -> Iterator[tuple[tuple[Any] | None, Cursor]]:
@@ -117,7 +118,7 @@ class StreamReader(IterableDataset[Any]):
         """Iterate with the random stream of each sample's place."""
         while True:
             with random_state_left_alone():
-                set_seeds(derived_seed(self.seed, epoch, number, 0))
+                seed_host(derived_seed(self.seed, epoch, number, 0))
                 try:
                     sample = next(source)
                 except StopIteration:
