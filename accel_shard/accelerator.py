@@ -26,7 +26,14 @@ from accel_shard.backends.base import Backend, Prepared
 from accel_shard.environment import refuse_other_launch
 from accel_shard.errors import PolicyError
 from accel_shard.layout import ShardsState
-from accel_shard.optim.under_policy import adopt, attach, clip_shares, is_asked_for, refuse_sharded
+from accel_shard.optim.under_policy import (
+    adopt,
+    attach,
+    clip_shares,
+    is_asked_for,
+    refuse_sharded,
+    sends_to_owners,
+)
 from accel_shard.policy import ShardingPolicy
 from accel_shard.precision import cast_masters
 from accel_shard.recompute import checkpoint_blocks
@@ -99,7 +106,6 @@ class PolicyAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships 
         self._trained: list[torch.nn.Module] = []
         self._clipped = self._loader_seen = False
         self.before_end: list[Callable[[], None]] = []
-        self._sharded: list[tuple[Any, Any]] = []
         self._loaders_given: list[tuple[Any, Any]] = []
         rehearsing = rehearsal.is_needed()
         given = list(arguments.pop("kwargs_handlers", None) or [])
@@ -176,15 +182,13 @@ class PolicyAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships 
         done = isinstance(optimizer, ShardsState) or getattr(optimizer, "_is_accelerate_prepared", False)
         if done or not is_asked_for(self.policy):
             return super().prepare_optimizer(optimizer, device_placement)
-        sharded = adopt(optimizer, self.policy)
-        prepared = super().prepare_optimizer(sharded, device_placement)
-        self._sharded.append((optimizer, prepared))
-        return prepared
+        return super().prepare_optimizer(adopt(optimizer, self.policy), device_placement)
 
     def _follow_sharded(self, scheduler: AcceleratedScheduler) -> None:
         """Let a scheduler know the optimizer that took its optimizer's place: it waits for that one's steps."""
-        for given, prepared in self._sharded:
-            if getattr(scheduler.scheduler, "optimizer", None) is given:
+        for prepared in self._optimizers:
+            given = getattr(prepared.optimizer, "stands_for", None)
+            if given is not None and getattr(scheduler.scheduler, "optimizer", None) is given:
                 scheduler.optimizers = [prepared]
 
     def save_state(self, *args: Any, **kwargs: Any) -> str:
@@ -298,7 +302,7 @@ class PolicyAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships 
             return torch.tensor(math.nan if engines is None else float(engines))
         limit = max_norm if max_norm is not None else settled
         limit = math.inf if limit is None else limit
-        owner = next((o.optimizer for o in self._optimizers if getattr(o.optimizer, "reduce", "all") == "owner"), None)
+        owner = next((o.optimizer for o in self._optimizers if sends_to_owners(o.optimizer)), None)
         if owner is not None:
             norm: Any = clip_shares(owner, parameters, limit, norm_type)
         elif self.policy.backend == "fsdp1" and self._trained:
@@ -332,7 +336,7 @@ class PolicyAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships 
             mine = {id(p) for group in inner.param_groups for p in group["params"]}
             for model in self._trained:
                 if not self._clipped and any(id(p) in mine for p in model.parameters()):
-                    if getattr(inner, "reduce", "all") == "owner":
+                    if sends_to_owners(inner):
                         clip_shares(inner, model.parameters(), limit, 2.0)
                     else:
                         self.backend.clip(self, model, limit)

@@ -23,6 +23,7 @@ __all__ = [
     "Shard",
     "ShardsState",
     "boxes_of_range",
+    "overlaps",
     "split_state_key",
     "state_key",
     "subtract",
@@ -142,6 +143,16 @@ def uncovered(wanted: Box, present: Iterable[Box]) -> list[Box]:
         if not missing:
             break
     return missing
+
+
+def overlaps(wanted: Box, present: Sequence[Box]) -> tuple[list[tuple[int, Box]], list[Box]]:
+    """Say where to find a box among others.
+
+    Returns:
+        Which of ``present`` have a part of ``wanted``, each with that part; and disjoint boxes of what none has.
+    """
+    shared = [(index, both) for index, box in enumerate(present) if (both := wanted.intersect(box)) is not None]
+    return shared, uncovered(wanted, [present[index] for index, _ in shared])
 
 
 @dataclass(frozen=True, slots=True)

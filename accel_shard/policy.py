@@ -291,10 +291,11 @@ class ShardingPolicy:
         :class:`~accel_shard.ShardedOptimizer` that runs it. ``PolicyAccelerator.prepare`` makes one of a plain
         optimizer too; HF Trainer does not, and must be given this one.
         """
-        if (self.backend, self.shard) != ("ddp", "optimizer"):
-            return kind(params, **settings)
         from accel_shard.optim.sharded import ShardedOptimizer
-        from accel_shard.optim.under_policy import master_of
+        from accel_shard.optim.under_policy import is_asked_for, master_of
+
+        if not is_asked_for(self):
+            return kind(params, **settings)
 
         return ShardedOptimizer(params, kind, master=master_of(self), **settings)
 

@@ -9,7 +9,7 @@ from accelerate.logging import get_logger
 
 from accel_shard.checkpoint.places import Place
 from accel_shard.checkpoint.snapshot import Snapshot, find_snapshots, remove_snapshot
-from accel_shard.checkpoint.stores import PIN, store_of
+from accel_shard.checkpoint.stores import PIN
 from accel_shard.errors import SnapshotError
 
 __all__ = ["SnapshotFolder"]
@@ -62,11 +62,10 @@ class SnapshotFolder:
             if number > self._arrived_at and path not in self._own:
                 self._own_or_refuse(path)
         number = _newest(found) + 1
-        taken = {path.name for path in store_of(self.path).folders(self.path)}
         # A folder that an earlier run filled further than this one has come, or one with what a killed save left.
         name = plain = f"step-{step:09d}"
         for suffix in itertools.count(number):
-            if name not in taken:
+            if not (self.path / name).exists():
                 break
             name = f"{plain}-{suffix}"
         return self.path / name, number

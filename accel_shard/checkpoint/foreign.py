@@ -18,6 +18,7 @@ from accel_shard.checkpoint.foreign_files import (
     Foreign,
     OptimizerState,
     Stored,
+    files_of_index,
     load_pickle,
     open_dcp,
     open_safetensors,
@@ -164,7 +165,7 @@ def _pickled_weights(path: Path) -> dict[str, Stored]:
 
 def _parts(path: Path) -> list[str]:
     """Return the files that an ``.index.json`` names; none for any other file."""
-    return sorted(set(read_json(path)["weight_map"].values())) if path.name.endswith(".index.json") else []
+    return files_of_index(path) if path.name.endswith(".index.json") else []
 
 
 def _pickled_index(path: Path) -> dict[str, Stored]:

@@ -22,7 +22,7 @@ import torch
 
 from accel_shard.checkpoint.storage import DTYPE_NAMES
 from accel_shard.errors import SnapshotError
-from accel_shard.layout import Box, Shard, uncovered
+from accel_shard.layout import Box, Shard, overlaps
 
 __all__ = ["Foreign", "OptimizerState", "Stored", "load_pickle", "open_dcp", "open_safetensors", "read_json"]
 
@@ -68,13 +68,10 @@ class Stored:
         if self.shape != shard.shape:
             raise SnapshotError(f"{name!r} has shape {shard.shape} in this run and {self.shape} in the source.")
         for box, destination in shard.parts:
-            used = []
-            for piece in self.pieces:
-                shared = piece.box.intersect(box)
-                if shared is not None:
-                    used.append(piece.box)
-                    destination[shared.slices(inside=box)].copy_(piece.read(shared.slices(inside=piece.box)))
-            missing = uncovered(box, used)
+            found, missing = overlaps(box, [piece.box for piece in self.pieces])
+            for number, shared in found:
+                piece = self.pieces[number]
+                destination[shared.slices(inside=box)].copy_(piece.read(shared.slices(inside=piece.box)))
             if missing:
                 raise SnapshotError(f"{name!r} is not whole in the source: {missing[0]} is nowhere.")
 
@@ -175,6 +172,15 @@ def read_json(path: Path) -> Any:
         raise SnapshotError(f"{str(path)!r} cannot be read: {error}") from error
 
 
+def files_of_index(path: Path) -> list[str]:
+    """Return the files that an ``.index.json`` of sharded weights names.
+
+    Raises:
+        SnapshotError: if it cannot be read.
+    """
+    return sorted(set(read_json(path)["weight_map"].values()))
+
+
 # ---- torch.save --------------------------------------------------------------------------------------------------
 
 
@@ -255,9 +261,7 @@ def open_safetensors(path: Path) -> dict[str, Stored]:
     """
     from safetensors import SafetensorError, safe_open
 
-    names = [path.name]
-    if path.suffix == ".json":
-        names = sorted(set(read_json(path)["weight_map"].values()))
+    names = files_of_index(path) if path.suffix == ".json" else [path.name]
     dtypes, found = {text: dtype for dtype, text in DTYPE_NAMES.items()}, {}
     for name in names:
         try:

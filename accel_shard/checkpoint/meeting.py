@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from accel_shard.checkpoint.places import Place
+from accel_shard.checkpoint.plan import rank_count
 from accel_shard.errors import SnapshotError
 
 __all__ = ["SHARED", "Meeting", "check_one_folder"]
@@ -29,7 +30,7 @@ class Meeting:
 
     def __init__(self, patience: float) -> None:
         self._patience = datetime.timedelta(seconds=patience)
-        several = dist.is_initialized() and dist.get_world_size() > 1
+        several = rank_count() > 1
         self._votes = _group("votes") if several else None
         self._barrier = _group("barrier", self._patience) if several else None
         # Ranks write different amounts to disks of different speed: how long one may wait is for the disk to say.

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from accel_shard.errors import SnapshotError
 from accel_shard.layout import Box, Layout, uncovered
 
-__all__ = ["Part", "Planner", "StoredTensor", "WritePlan", "gather"]
+__all__ = ["Part", "Planner", "StoredTensor", "WritePlan", "gather", "own_rank", "rank_count"]
 
 # A replicated tensor of fewer bytes is written by one rank whole; cutting it would only make more entries.
 _WORTH_SPLITTING: Final = 1 << 20
@@ -45,11 +45,21 @@ class WritePlan:
     index: dict[str, StoredTensor]
 
 
+def own_rank() -> int:
+    """Return this process's rank; 0 if it has none."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def rank_count() -> int:
+    """Return how many ranks there are; 1 if there is no process group."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
 def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Return every rank's value, in the order of ranks. Every rank must call it, on the same group of all ranks."""
-    if not (dist.is_initialized() and dist.get_world_size() > 1):
+    if rank_count() == 1:
         return [value]
-    found: list[Any] = [None] * dist.get_world_size()
+    found: list[Any] = [None] * rank_count()
     dist.all_gather_object(found, value, group=group)
     return found
 
@@ -90,7 +100,7 @@ class Planner:
         return WritePlan([(entry, _cut(mine[key].parts[i], box)) for entry, key, i, box in self._cuts], self._index)
 
     def _make(self, held: list[dict[str, Any]]) -> None:
-        rank = dist.get_rank() if dist.is_initialized() else 0
+        rank = own_rank()
         loads, index, cuts = [0] * len(held), {}, []
         taken: set[str] = set()
         # The order of rank 0, then of what only others have, is the same everywhere.

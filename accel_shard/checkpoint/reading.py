@@ -24,7 +24,7 @@ from accel_shard.checkpoint.plan import Part, StoredTensor
 from accel_shard.checkpoint.storage import DTYPE_NAMES, bytes_of
 from accel_shard.checkpoint.stores import store_of
 from accel_shard.errors import SnapshotError
-from accel_shard.layout import Box, uncovered
+from accel_shard.layout import Box, overlaps
 
 __all__ = ["Reading", "TensorFile", "byte_runs"]
 
@@ -175,13 +175,9 @@ class Reading:
         Raises:
             SnapshotError: if the stored pieces do not cover the box, or a file is not what the manifest says.
         """
-        used = []
-        for part in stored.parts:
-            shared = part.box.intersect(box) if box.sizes else box
-            if shared is not None:
-                used.append(part.box)
-                self._fill_from(part, stored.dtype, shared, destination[shared.slices(inside=box)])
-        missing = uncovered(box, used)
+        found, missing = overlaps(box, [part.box for part in stored.parts])
+        for number, shared in found:
+            self._fill_from(stored.parts[number], stored.dtype, shared, destination[shared.slices(inside=box)])
         if missing:
             raise SnapshotError(f"{key!r} is not whole in the snapshot: {missing[0]} is nowhere.")
 

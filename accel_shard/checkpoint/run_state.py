@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
-import torch.distributed as dist
 from accelerate.logging import get_logger
 
 from accel_shard.checkpoint import random_state
 from accel_shard.checkpoint.plain import decode, encode
+from accel_shard.checkpoint.plan import own_rank
 from accel_shard.checkpoint.snapshot import Snapshot
 from accel_shard.checkpoint.together import together
 from accel_shard.errors import SnapshotError
@@ -221,7 +221,7 @@ def restore_weights(accelerator: PolicyAccelerator, snapshot: Snapshot) -> None:
 
 def restore_random_state(accelerator: PolicyAccelerator, snapshot: Snapshot) -> None:
     """Give this rank the random state that it had, or a new stream if the saving run had no such rank. Local."""
-    rank = dist.get_rank() if dist.is_initialized() else 0
+    rank = own_rank()
     own = snapshot.rank_facts(rank)
     if own is not None:
         random_state.restore(decode(own["random"]), accelerator.device)

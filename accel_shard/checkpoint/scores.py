@@ -33,6 +33,9 @@ class Scores:
         if score is not None:
             self.require()
         self._now = math.nan if score is None else float(score)
+        return self._is_best()
+
+    def _is_best(self) -> bool:
         if math.isnan(self._now) or math.isnan(self._best):
             return not math.isnan(self._now)
         return self._now < self._best if self.mode == "min" else self._now > self._best
@@ -49,8 +52,7 @@ class Scores:
 
     def facts(self) -> dict[str, float]:
         """Return what a snapshot of this step says."""
-        better = self.note(None if math.isnan(self._now) else self._now)
-        values = {"score": self._now, "best_score": self._now if better else self._best}
+        values = {"score": self._now, "best_score": self._now if self._is_best() else self._best}
         return {name: value for name, value in values.items() if not math.isnan(value)}
 
     def saved(self, facts: Mapping[str, Any]) -> None:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from accel_shard.checkpoint.places import Place, place
-from accel_shard.checkpoint.plan import Part, StoredTensor, WritePlan, gather
+from accel_shard.checkpoint.plan import Part, StoredTensor, WritePlan, gather, own_rank
 from accel_shard.checkpoint.reading import Reading
 from accel_shard.checkpoint.storage import HASH, FileRecord, file_size, hash_file, write_json, write_tensors, write_text
 from accel_shard.checkpoint.stores import MANIFEST, store_of
@@ -104,7 +104,7 @@ class StagedSnapshot:
             self._write(claim, group)
 
     def _write(self, claim: contextlib.ExitStack, group: dist.ProcessGroup | None) -> None:
-        target, rank = self.target, dist.get_rank() if dist.is_initialized() else 0
+        target, rank = self.target, own_rank()
         store, work = store_of(target), None
         with attempt() as made:
             if self.failure:
@@ -162,7 +162,7 @@ def _digest(text: str) -> str:
 
 
 def _raise_together(target: Place, work: Place | None, everyones: list[list[str]]) -> None:
-    if any(everyones) and work is not None and (not dist.is_initialized() or dist.get_rank() == 0):
+    if any(everyones) and work is not None and own_rank() == 0:
         store_of(work).abandon(work)
     raise_any(f"could not write {str(target)!r}; nothing appeared there", everyones)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -11,9 +11,8 @@ from accelerate.logging import get_logger
 
 from accel_shard.checkpoint.foreign import open_foreign
 from accel_shard.checkpoint.foreign_files import Foreign, OptimizerState, Stored
-from accel_shard.checkpoint.plan import gather
 from accel_shard.checkpoint.run_state import restore_groups
-from accel_shard.checkpoint.together import attempt, raise_any
+from accel_shard.checkpoint.together import together
 from accel_shard.errors import SnapshotError
 from accel_shard.layout import Layout, Shard
 from accel_shard.names import canonical
@@ -51,45 +50,42 @@ def start_from(accelerator: PolicyAccelerator, path: Path, *, weights_only: bool
         SnapshotError: on every rank, if the source cannot be read, or is of another model, optimizer or schedule.
         UnsupportedPolicyError: if this backend cannot carry the stored optimizer state.
     """
-    source = _together(lambda: open_foreign(path))
+    failed = f"could not start from {str(path)!r}"
+    with together(failed):
+        source = open_foreign(path)
     backend, (model, optimizer) = accelerator.backend, accelerator.trained
     layout = backend.layout(accelerator, model, optimizer)
     names = _Names(source, layout)
     if weights_only:
-        shards = _together(lambda: _match_weights(source, names, layout))
+        with together(failed):
+            shards = _match_weights(source, names, layout)
         left = [*_present(source), *source.left]
     else:
         client = backend.torch_optimizer(model, optimizer)
-        shards = _together(lambda: _match_weights(source, names, layout))
-        state = _together(lambda: _named_optimizer(source, names, layout, client, _trainable(accelerator, model)))
-        _together(lambda: _check_run(accelerator, source))
+        with together(failed):
+            shards = _match_weights(source, names, layout)
+            state = _named_optimizer(source, names, layout, client, _trainable(accelerator, model))
+            _check_run(accelerator, source)
         left = list(source.left)
         if state is not None:
             restore_groups(client, layout, state.groups)
             shapes = {who: {key: (s.shape, s.dtype) for key, s in held.items()} for who, held in state.states.items()}
             backend.materialize(accelerator, model, optimizer, shapes, state.scalars)
             layout = backend.layout(accelerator, model, optimizer)
-            shards = _together(lambda: _match_weights(source, names, layout))
+            with together(failed):
+                shards = _match_weights(source, names, layout)
             shards += [
                 (f"{name} ({key})", state.states[name][key], shard)
                 for name, held in layout.states.items()
                 for key, shard in held.items()
             ]
-    _together(lambda: _fill(shards, names, layout))
+    with together(failed):
+        _fill(shards, names, layout)
     backend.after_load(accelerator, model, optimizer)
     if not weights_only:
         left += _restore_rest(accelerator, model, source)
     _report(source, shards, names.unused(), left, weights_only)
     return 0 if weights_only else source.step or 0
-
-
-def _together(function: Callable[[], Any]) -> Any:
-    """Run something that may fail on this rank alone, as a disk may, and raise on every rank if it failed on any."""
-    outcome = None
-    with attempt() as failure:
-        outcome = function()
-    raise_any("the run cannot start from there", gather(failure))
-    return outcome
 
 
 # ---- names -------------------------------------------------------------------------------------------------------

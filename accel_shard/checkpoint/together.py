@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import torch.distributed as dist
 
-from accel_shard.checkpoint.plan import gather
+from accel_shard.checkpoint.plan import gather, rank_count
 from accel_shard.errors import SnapshotError
 
 __all__ = ["attempt", "raise_any", "together"]
@@ -57,7 +57,6 @@ def raise_any(outcome: str, everyones: Sequence[list[str]]) -> None:
 def _listed(failures: dict[int, str]) -> str:
     """Return the ranks' reasons in one line; a reason that all of them have stands once."""
     reasons = set(failures.values())
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
-    if len(failures) == ranks and len(reasons) == 1:
+    if len(failures) == rank_count() and len(reasons) == 1:
         return reasons.pop()
     return "; ".join(f"rank {rank}: {text}" for rank, text in failures.items())

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import torch.distributed as dist
-
 from accel_shard.checkpoint.folder import SnapshotFolder
 from accel_shard.checkpoint.meeting import SHARED, check_one_folder
 from accel_shard.checkpoint.places import Place
-from accel_shard.checkpoint.plan import gather
+from accel_shard.checkpoint.plan import gather, own_rank, rank_count
 from accel_shard.checkpoint.snapshot import Snapshot
 from accel_shard.checkpoint.stores import MANIFEST, store_of
 from accel_shard.checkpoint.together import attempt, raise_any
@@ -25,15 +23,14 @@ def candidates(folder: SnapshotFolder) -> list[Place]:
     found: list[Place] = []
     sees = False
     with attempt() as failure:
-        found = folder.arrive() if _rank() == 0 else []
+        found = folder.arrive() if own_rank() == 0 else []
         sees = bool(store_of(folder.path).folders(folder.path))
     everyones = gather((failure, str(folder.path), found, sees))
     raise_any(f"could not look for snapshots in {str(folder.path)!r}", [failure for failure, *_ in everyones])
     check_one_folder([path for _, path, _, _ in everyones])
     seers = [rank for rank, (*_, saw) in enumerate(everyones) if saw]
     if seers and 0 not in seers:
-        what = f"ranks {seers} see snapshots there, rank 0 does not"
-        raise SnapshotError(f"the ranks do not share {str(folder.path)!r}: {what}. {SHARED}")
+        raise _not_shared(folder.path, f"ranks {seers} see snapshots there, rank 0 does not")
     newest_first: list[Place] = everyones[0][2]
     return newest_first
 
@@ -51,7 +48,7 @@ def is_snapshot(path: Place) -> bool:
     raise_any(f"could not look at {str(path)!r}", [failure for failure, _ in everyones])
     blind = [rank for rank, (_, saw) in enumerate(everyones) if not saw]
     if 0 < len(blind) < len(everyones):
-        raise SnapshotError(f"the ranks do not share {str(path)!r}: ranks {blind} do not see it. {SHARED}")
+        raise _not_shared(path, f"ranks {blind} do not see it")
     return not blind
 
 
@@ -64,7 +61,7 @@ def trusted(path: Place) -> tuple[Snapshot | None, str]:
     snapshot: Snapshot | None = None
     with attempt() as fault:
         snapshot = Snapshot.open(path)
-        snapshot.verify(share=(_rank(), dist.get_world_size() if dist.is_initialized() else 1))
+        snapshot.verify(share=(own_rank(), rank_count()))
     seen: str | bool = snapshot.digest if snapshot is not None else False
     if fault:
         with attempt():
@@ -73,11 +70,10 @@ def trusted(path: Place) -> tuple[Snapshot | None, str]:
     digests = {digest for digest, _ in everyones if isinstance(digest, str)}
     blind = [rank for rank, (digest, _) in enumerate(everyones) if digest is False]
     if len(digests) > 1 or 0 < len(blind) < len(everyones):
-        what = f"ranks {blind} do not see it" if blind else "it is not the same on each of them"
-        raise SnapshotError(f"the ranks do not share {str(path)!r}: {what}. {SHARED}")
+        raise _not_shared(path, f"ranks {blind} do not see it" if blind else "it is not the same on each of them")
     faults = [texts[0] for _, texts in everyones if texts]
     return (None, faults[0]) if faults else (snapshot, "")
 
 
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
+def _not_shared(path: Place, what: str) -> SnapshotError:
+    return SnapshotError(f"the ranks do not share {str(path)!r}: {what}. {SHARED}")

@@ -111,7 +111,6 @@ class Bucket:
         self.slots, self.bounds, self._ranks, self.elementwise = slots, bounds, ranks, elementwise
         # Padded, so that the ranges that an all-gather joins are of one length.
         length = max(stop - start for start, stop in bounds)
-        self._even = elementwise
         padded = length * ranks.count if elementwise else bounds[-1][1]
         self.flat = torch.zeros(padded, dtype=first.dtype, device=first.device)
         for slot in slots:
@@ -202,7 +201,7 @@ class Bucket:
             if part.slot.version != part.slot.parameter._version or not self._at_home(part.slot):
                 start = part.slot.start + part.start
                 written = self.flat[start : start + part.stop - part.start]
-                mine = self.master[start - self._low : start - self._low + part.stop - part.start]
+                mine = self._master_of(part, self.master)
                 # Not where the weight is the rounded master, as that of one which lives elsewhere is.
                 mine.copy_(torch.where(mine.to(written.dtype) == written, mine, written.to(mine.dtype)))
                 part.slot.version = part.slot.parameter._version
@@ -228,7 +227,7 @@ class Bucket:
             return []
         size, group = self.flat.element_size(), self._ranks.group
         flat = self.flat.view(torch.uint8)  # of any dtype: it is only copied
-        if self._even and dist.get_backend(group) != "gloo":
+        if self.elementwise and dist.get_backend(group) != "gloo":
             length = flat.numel() // self._ranks.count
             mine = flat[self._ranks.rank * length : (self._ranks.rank + 1) * length]
             return [dist.all_gather_into_tensor(flat, mine, group=group, async_op=True)]
@@ -280,8 +279,11 @@ class Bucket:
         """Return the master of a part in one dimension, or None if the optimizer updates the weights themselves."""
         if self.master is None:
             return None
+        return self._master_of(part, self.master)
+
+    def _master_of(self, part: Part, master: torch.Tensor) -> torch.Tensor:
         start = part.slot.start + part.start - self._low
-        return self.master[start : start + part.stop - part.start]
+        return master[start : start + part.stop - part.start]
 
 
 @torch.no_grad()

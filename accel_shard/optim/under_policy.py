@@ -14,12 +14,17 @@ from accel_shard.layout import ShardsState
 from accel_shard.optim.sharded import ShardedOptimizer
 from accel_shard.policy import ShardingPolicy
 
-__all__ = ["adopt", "attach", "clip_shares", "is_asked_for", "master_of", "refuse_sharded"]
+__all__ = ["adopt", "attach", "clip_shares", "is_asked_for", "master_of", "refuse_sharded", "sends_to_owners"]
 
 
 def is_asked_for(policy: ShardingPolicy) -> bool:
     """Tell whether the optimizer must share out its state itself; other backends do it for a plain one."""
     return (policy.backend, policy.shard) == ("ddp", "optimizer")
+
+
+def sends_to_owners(optimizer: Any) -> bool:
+    """Tell whether a rank has the gradients of its own share only: ``reduce="owner"``."""
+    return getattr(optimizer, "reduce", "all") == "owner"
 
 
 def master_of(policy: ShardingPolicy) -> torch.dtype | None:
@@ -73,7 +78,7 @@ def attach(optimizer: Any, model: Any, policy: ShardingPolicy) -> None:
         PolicyError: if the policy needs DDP's only hook for something else.
     """
     inner = getattr(model, "_orig_mod", model)
-    if getattr(optimizer, "reduce", "all") == "all" or not isinstance(inner, DistributedDataParallel):
+    if not sends_to_owners(optimizer) or not isinstance(inner, DistributedDataParallel):
         return
     if policy.gradient_compression != "none":
         raise PolicyError(
