@@ -67,10 +67,14 @@ class Box:
         return tuple(slice(o - b, o - b + s) for o, b, s in zip(self.offsets, base, self.sizes, strict=True))
 
     def split(self, parts: int) -> list[Box]:
-        """Cut the box along its longest dimension into at most ``parts`` boxes of nearly equal size."""
+        """Cut the box along one dimension into at most ``parts`` boxes of nearly equal size.
+
+        Along the first that is long enough, since pieces of consecutive rows are copied and written fastest.
+        """
         if not self.sizes or parts <= 1:
             return [self]
-        axis = max(range(len(self.sizes)), key=self.sizes.__getitem__)
+        longest = max(self.sizes)
+        axis = next(i for i, size in enumerate(self.sizes) if size >= min(longest, 16 * parts))
         length, pieces = self.sizes[axis], []
         for index in range(parts):
             start, stop = length * index // parts, length * (index + 1) // parts

@@ -30,6 +30,7 @@ class FSDP1Backend(Backend):
     def __init__(self, policy: Any) -> None:
         super().__init__(policy)
         self._shapes: dict[str, torch.Size] = {}
+        self._sizes: list[list[int]] = []
 
     @property
     def _strategy(self) -> str:
@@ -95,6 +96,7 @@ class FSDP1Backend(Backend):
     def remember(self, model: torch.nn.Module) -> None:
         """Remember the shapes of a model that is about to be flattened."""
         self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+        self._sizes = []
 
     def after_prepare(self, accelerator: Accelerator, model: torch.nn.Module) -> None:
         """Cast at the border of a model that is bf16 throughout; else autocast does it."""
@@ -131,20 +133,22 @@ class FSDP1Backend(Backend):
         return 1
 
     def _range_sizes(self, accelerator: Accelerator, model: torch.nn.Module) -> list[list[int]]:
-        """Return, rank by rank, how many elements of each parameter it holds: one all-gather."""
+        """Return, rank by rank, how many elements of each parameter it holds: one all-gather, the first time."""
         import torch
         import torch.distributed as dist
 
         assert self._shapes, "the model was not prepared by this backend"
+        if self._sizes:
+            return self._sizes
         group = _units(model)[0].process_group
         own = torch.tensor([p.numel() for p in model.parameters()], device=accelerator.device)
         sizes = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
         dist.all_gather(sizes, own, group=group)
-        table: list[list[int]] = torch.stack(sizes).tolist()
-        return table
+        self._sizes = torch.stack(sizes).tolist()
+        return self._sizes
 
     def whole_weights(self, accelerator: Accelerator, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every weight; each is put together by one all-gather of its ranges (and one of their sizes before)."""
+        """Yield every weight; each is put together by one all-gather of its ranges."""
         import torch
         import torch.distributed as dist
 

@@ -17,7 +17,6 @@ from accel_shard.checkpoint.folder import SnapshotFolder
 from accel_shard.checkpoint.meeting import Meeting, check_one_folder
 from accel_shard.checkpoint.places import Place, RemotePath, place
 from accel_shard.checkpoint.plain import decode, encode
-from accel_shard.checkpoint.plan import gather
 from accel_shard.checkpoint.run_state import Collected, restore, restore_random_state, restore_weights
 from accel_shard.checkpoint.scores import Scores
 from accel_shard.checkpoint.snapshot import Snapshot, StagedSnapshot
@@ -187,17 +186,21 @@ class Checkpointer:
         if self._writer.last is not None and self._writer.last[0] == self.steps:
             return self._writer.last[1]
         self._meeting.meet()
-        self._writer.settle()
+        failed = self._writer.finish()
         started = time.monotonic()
-        staged = self._staged()
+        staged = self._staged(failed)
         self._writer.write(staged, self.steps)
         self._saved_at = time.monotonic()
         what = f"step {self.steps}: training stood still for {self._saved_at - started:.3f} s to save {staged.target}"
         logger.info("%s", what, main_process_only=True)
         return staged.target
 
-    def _staged(self) -> StagedSnapshot:
-        """Agree on a snapshot of this moment; one that is written in the background is copied first."""
+    def _staged(self, failed: bool) -> StagedSnapshot:
+        """Agree on a snapshot of this moment; one that is written in the background is copied first.
+
+        Args:
+            failed: whether the save before it failed on this rank: then all ranks raise, and this one is not made.
+        """
         model, optimizer = self.accelerator.trained
         with torch.no_grad():  # else every local part of a DTensor is taken through autograd, while training waits
             layout = self.accelerator.backend.layout(self.accelerator, model, optimizer)
@@ -209,9 +212,11 @@ class Checkpointer:
             data = encode(cursors, "place in the data")
             collected = Collected(self.accelerator, layout, self.progress)
             told = (free, str(self.folder), self._stager.unchanged(layout), collected.offer)
-        everyones = gather((failure, told))
-        raise_any(f"nothing was saved into {str(self.folder)!r}", [failure for failure, _ in everyones])
-        answers = [answer for _, answer in everyones]
+        everyones = self._meeting.gather((failed, failure, told))
+        if any(late for late, *_ in everyones):
+            self._writer.raise_failure()
+        raise_any(f"nothing was saved into {str(self.folder)!r}", [failure for _, failure, _ in everyones])
+        answers = [answer for *_, answer in everyones]
         check_one_folder([folder for _, folder, _, _ in answers])
         target, number = answers[0][0]
         facts, own = collected.settle([offer for *_, offer in answers])

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import datetime
+import pickle
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 
 from accel_shard.checkpoint.places import Place
-from accel_shard.checkpoint.plan import rank_count
+from accel_shard.checkpoint.plan import gather, rank_count
 from accel_shard.errors import SnapshotError
 
 __all__ = ["SHARED", "Meeting", "check_one_folder"]
+
+_ROOM: Final = 2048
+"""Bytes that :meth:`Meeting.gather` exchanges without asking first how many there are."""
 
 SHARED = "All ranks must see one folder: put it on a disk that all nodes mount. Nothing was loaded."
 
@@ -42,6 +46,26 @@ class Meeting:
         if self._votes is not None:
             dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self._votes)
         return [bool(vote) for vote in votes.tolist()]
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return every rank's value, in the order of ranks. Every rank must call it.
+
+        Small values take one exchange, where :func:`~accel_shard.checkpoint.plan.gather` takes two: it is a wait.
+        """
+        if self._votes is None:
+            return [value]
+        packed = pickle.dumps(value)
+        mine = torch.zeros(_ROOM, dtype=torch.uint8)
+        if len(packed) <= _ROOM - 8:
+            content = len(packed).to_bytes(8, "big") + packed
+            mine[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        everyones = torch.empty(rank_count() * _ROOM, dtype=torch.uint8)
+        dist.all_gather_into_tensor(everyones, mine, group=self._votes)
+        rows = [row.numpy().tobytes() for row in everyones.view(-1, _ROOM)]
+        lengths = [int.from_bytes(row[:8], "big") for row in rows]
+        if not all(lengths):  # some rank's did not fit
+            return gather(value, self._votes)
+        return [pickle.loads(row[8 : 8 + length]) for row, length in zip(rows, lengths, strict=True)]
 
     def meet(self) -> None:
         """Wait for all ranks to come here.

@@ -13,7 +13,7 @@ from accelerate.logging import get_logger
 
 from accel_shard.checkpoint import random_state
 from accel_shard.checkpoint.plain import decode, encode
-from accel_shard.checkpoint.plan import own_rank
+from accel_shard.checkpoint.plan import gather, own_rank
 from accel_shard.checkpoint.snapshot import Snapshot
 from accel_shard.checkpoint.together import together
 from accel_shard.errors import SnapshotError
@@ -35,12 +35,12 @@ class Offer:
     """What the ranks must tell each other of their states before one snapshot can hold them.
 
     Attributes:
-        scalars: optimizer state without elements to share out, by parameter.
+        scalars: hash of the optimizer state without elements to share out.
         buffers: hashes of buffers.
         facts: hashes of what may differ from rank to rank.
     """
 
-    scalars: dict[str, dict[str, Any]]
+    scalars: bytes
     buffers: dict[str, bytes]
     facts: dict[str, bytes]
 
@@ -61,14 +61,18 @@ class Collected:
         self._facts = _facts(accelerator, layout, progress)
         self._buffers = {name: part.cpu() for name, shard in layout.buffers.items() for _, part in shard.parts}
         self._random = encode(random_state.capture(accelerator.device), "random state")
+        self._scalars = _numbers(layout.scalars)
         self.offer = Offer(
-            _numbers(layout.scalars),
+            _digest(repr(self._scalars).encode()),
             {name: _digest(t.reshape(-1).view(torch.uint8).numpy().tobytes()) for name, t in self._buffers.items()},
             {key: _digest(json.dumps(self._facts[key]).encode()) for key in _MAY_DIFFER},
         )
 
     def settle(self, offers: Sequence[Offer]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return what the manifest gets beside tensors, and what this rank keeps of its own. Local.
+        """Return what the manifest gets beside tensors, and what this rank keeps of its own.
+
+        Every rank must call it. Where they hold the state of different parameters, as under ZeRO, they exchange the
+        numbers among it.
 
         Args:
             offers: of all ranks.
@@ -76,7 +80,8 @@ class Collected:
         Raises:
             SnapshotError: on every rank, if they differ in a state of which the snapshot holds one.
         """
-        self._facts["optimizer"]["scalars"] = _merged([offer.scalars for offer in offers])
+        alike = len({offer.scalars for offer in offers}) == 1
+        self._facts["optimizer"]["scalars"] = _merged([self._scalars] if alike else gather(self._scalars))
         differed = [key for key in _MAY_DIFFER if len({offer.facts[key] for offer in offers}) > 1]
         # Running statistics differ under FSDP: the snapshot proper has rank 0's.
         apart = {n: t for n, t in self._buffers.items() if len({offer.buffers[n] for offer in offers}) > 1}
@@ -140,13 +145,13 @@ def _merged(everyones: list[dict[str, dict[str, Any]]]) -> dict[str, dict[str, A
     for rank, theirs in enumerate(everyones):
         for name, values in theirs.items():
             _check_same(name, merged.setdefault(name, values), values, rank)
+    encoded: dict[str, Any] = {}  # mostly one step count, once a parameter
+    for values in merged.values():
+        for value in values.values():
+            if isinstance(value, _Number) and repr(value) not in encoded:
+                encoded[repr(value)] = encode(torch.tensor(value.value, dtype=getattr(torch, value.dtype)), "")
     return {
-        name: {
-            key: encode(torch.tensor(value.value, dtype=getattr(torch, value.dtype)), "")
-            if isinstance(value, _Number)
-            else value
-            for key, value in values.items()
-        }
+        name: {key: encoded[repr(value)] if isinstance(value, _Number) else value for key, value in values.items()}
         for name, values in merged.items()
     }
 

@@ -31,8 +31,7 @@ class HostMemory:
             self._views = []  # first, so that there are never two blocks
             self._views, self._kinds = _block([tensor for _, tensor in entries]), kinds
         with torch.no_grad():
-            for view, (_, tensor) in zip(self._views, entries, strict=True):
-                view.copy_(tensor, non_blocking=True)
+            torch._foreach_copy_(self._views, [tensor for _, tensor in entries], non_blocking=True)
         for device in {tensor.device for _, tensor in entries}:
             if device.type != "cpu":
                 torch.get_device_module(device).synchronize(device)

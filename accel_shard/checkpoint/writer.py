@@ -45,7 +45,7 @@ class Writer:
         return self._failure is not None
 
     def write(self, staged: StagedSnapshot, step: int) -> None:
-        """Write, or begin to, once :meth:`settle` has been called. The snapshot is of this step.
+        """Write, or begin to, once none is in flight. The snapshot is of this step.
 
         Raises:
             SnapshotError: on every rank, if any could not write at once.
@@ -94,17 +94,21 @@ class Writer:
             self.last = None
             raise failure
 
+    def finish(self) -> bool:
+        """Wait until no save is in flight, and return whether it failed on this rank. Local; raises nothing."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        return self.failed
+
     def settle(self) -> None:
         """Wait for a save in flight, so that all ranks go on or all raise, whichever of them knows why.
 
         Raises:
             SnapshotError: on every rank, if it failed on any.
         """
-        if self._thread is not None:
-            self._thread.join()
-        if self._meeting.any_rank(self.failed)[0]:
+        if self._meeting.any_rank(self.finish())[0]:
             self.raise_failure()
-        self.wait()
 
     def raise_failure(self) -> None:
         """Raise, on every rank, what one of them knows.

@@ -89,7 +89,13 @@ def test_a_split_box_is_the_box(case: tuple[tuple[int, ...], list[Box]], parts: 
     pieces = box.split(parts)
     assert torch.equal(painted(shape, pieces), painted(shape, [box]))
     assert len(pieces) <= parts
-    assert max(p.numel for p in pieces) - min(p.numel for p in pieces) <= box.numel // max(box.sizes)
+    axis = next((i for i, size in enumerate(box.sizes) if size != pieces[0].sizes[i]), 0)
+    assert max(p.numel for p in pieces) - min(p.numel for p in pieces) <= box.numel // box.sizes[axis]
+
+
+def test_a_matrix_is_cut_into_rows_unless_they_are_few() -> None:
+    assert {piece.sizes for piece in Box.whole((64, 1000)).split(2)} == {(32, 1000)}
+    assert {piece.sizes for piece in Box.whole((3, 1000)).split(2)} == {(3, 500)}
 
 
 def test_zero_dimensional_and_empty_tensors() -> None:
