@@ -9,7 +9,7 @@ from torch import nn
 from accel_shard.errors import PolicyError, unknown_name
 from accel_shard.policy import ShardingPolicy
 
-__all__ = ["block_classes", "units_of"]
+__all__ = ["block_classes", "embeddings_can_be_units", "units_of"]
 
 
 def block_classes(model: nn.Module, policy: ShardingPolicy) -> tuple[str, ...]:
@@ -17,21 +17,28 @@ def block_classes(model: nn.Module, policy: ShardingPolicy) -> tuple[str, ...]:
 
     ``auto`` takes those of the model's ``_no_split_modules`` that it really has (transformers lists absent ones
     too); else the classes of the items of its largest ``ModuleList`` or ``Sequential`` of equal blocks. A number takes
-    the classes of the smallest modules that have at least so many parameters.
+    the classes of the smallest modules that have at least so many parameters. Both leave out what shares a parameter
+    with something outside of it, as BERT's embeddings do with its head: units would make two parameters of it.
 
     Raises:
-        PolicyError: for a class that the model does not have (the message lists those that repeat), or if nothing
-            in the model repeats.
+        PolicyError: for a class that the model does not have (the message lists those that repeat) or that shares a
+            parameter with something outside, or if nothing in the model repeats.
     """
+    tied = _tied_to_outside(model)
     if isinstance(policy.wrap, int):
-        return _by_size(model, policy.wrap)
+        return tuple(name for name in _by_size(model, policy.wrap) if name not in tied)
     present = Counter(type(module).__name__ for module in model.modules() if has_parameters(module))
     if policy.wrap != "auto":
         for name in policy.wrap:
             if name not in present:
                 raise PolicyError(unknown_name("wrap class", name, _candidates(model, present), "Or use 'auto'."))
+            if name in tied:
+                raise PolicyError(
+                    f"wrap class {name!r} shares {tied[name]} with a module outside of it; as a unit it would have one "
+                    "of its own. Leave it out, or use 'auto'."
+                )
         return tuple(policy.wrap)
-    own = [name for name in getattr(model, "_no_split_modules", None) or () if name in present]
+    own = [name for name in getattr(model, "_no_split_modules", None) or () if name in present and name not in tied]
     blocks = tuple(sorted(own)) or _repeated(model)
     if not blocks:
         raise PolicyError(
@@ -39,6 +46,47 @@ def block_classes(model: nn.Module, policy: ShardingPolicy) -> tuple[str, ...]:
             f"class names ({', '.join(_candidates(model, present))}), or a minimum number of parameters."
         )
     return blocks
+
+
+def _tied_to_outside(model: nn.Module) -> dict[str, str]:
+    """Return the classes with a module that shares a parameter with one outside of it, and that parameter's name."""
+    owners: dict[int, set[int]] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(id(parameter), set()).add(id(module))
+    shared = {key for key, found in owners.items() if len(found) > 1}
+    tied: dict[str, str] = {}
+    for module in model.modules() if shared else ():
+        inside = {id(m) for m in module.modules()}
+        for name, parameter in module.named_parameters():
+            if id(parameter) in shared and not owners[id(parameter)] <= inside:
+                tied.setdefault(type(module).__name__, name)
+    return tied
+
+
+def embeddings_can_be_units(model: nn.Module, policy: ShardingPolicy) -> bool:
+    """Tell whether the model's embeddings can be units beside those of the policy, as Accelerate makes them of them.
+
+    They cannot where a unit holds them already (ViT), or where they share a parameter with anything but each other:
+    T5's encoder would get embeddings of its own.
+    """
+    try:
+        found = [getattr(model, f"get_{kind}_embeddings", lambda: None)() for kind in ("input", "output")]
+    except NotImplementedError:  # transformers does not know where this model has them, and Accelerate would ask
+        return False
+    apart = [module for module in found if module is not None]
+    weights = {id(getattr(module, "weight", None)) for module in apart}
+    names = [{id(p) for p in module.parameters()} for module in apart]
+    if len(apart) == 2 and len(weights) == 2 and names[0] & names[1]:
+        return False
+    inside, carved = set[int]().union(*names), {id(m) for module in apart for m in module.modules()}
+    blocks = block_classes(model, policy)
+    return not any(
+        any(id(p) in inside for p in module.parameters(recurse=False))
+        or (type(module).__name__ in blocks and any(id(m) in carved for m in module.modules()))
+        for module in model.modules()
+        if id(module) not in carved
+    )
 
 
 def units_of(model: nn.Module, policy: ShardingPolicy) -> dict[str, int]:

@@ -30,6 +30,7 @@ class FSDP2Backend(Backend):
 
     distributed_types = ("FSDP",)
     kind = "FSDP2"
+    _silenced: torch.nn.Module | None = None
 
     def launch_config(self) -> dict[str, Any]:
         """Return the keys of an accelerate config file that say this policy."""
@@ -116,13 +117,22 @@ class FSDP2Backend(Backend):
         return arguments
 
     def before_prepare(self, accelerator: Accelerator, model: torch.nn.Module, batch_size: int | None) -> None:
-        """Name the units."""
+        """Name the units, and keep Accelerate from making others of embeddings that cannot be units."""
+        from accel_shard.wrap import embeddings_can_be_units
+
         set_units(accelerator, model, self.policy)
+        if not embeddings_can_be_units(model, self.policy):
+            # Accelerate asks the model for them; without an answer they stay in the unit around them, or the root.
+            self._silenced = model
+            model.get_input_embeddings = model.get_output_embeddings = lambda: None  # type: ignore[assignment]
 
     def after_prepare(self, accelerator: Accelerator, model: torch.nn.Module) -> None:
         """Cast at the border of the whole model: outputs in fp32, as Accelerate's autocast gives them under DDP."""
         from accel_shard.precision import cast_at_the_border
 
+        if self._silenced is not None:
+            del self._silenced.get_input_embeddings, self._silenced.get_output_embeddings
+            self._silenced = None
         if self.policy.dtypes.compute != "fp32":
             cast_at_the_border(model, self.policy.dtypes.compute)
 

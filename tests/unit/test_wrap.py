@@ -50,6 +50,15 @@ def test_a_model_without_blocks_is_told_what_to_say() -> None:
         block_classes(Block(), AUTO)
 
 
+def test_what_shares_a_parameter_with_something_outside_is_no_unit() -> None:
+    model = Plain()
+    model.tower[0].inner.bias = model.tower[1].inner.bias
+    model.tower[3].weight = nn.Parameter(model.small[0].weight)  # the same numbers are not the same parameter
+    with pytest.raises(PolicyError, match=r"wrap class 'Block' shares inner\.bias"):
+        block_classes(model, ShardingPolicy.load("fsdp2,wrap=Block"))
+    assert "Linear" not in block_classes(model, ShardingPolicy.load("fsdp2,wrap=4"))
+
+
 def test_a_size_takes_the_smallest_modules_that_reach_it() -> None:
     assert units_of(Plain(), ShardingPolicy.load("fsdp2,wrap=72")) == {"Linear": 13}
     assert units_of(Plain(), ShardingPolicy.load("fsdp2,wrap=73")) == {"Sequential": 1}
