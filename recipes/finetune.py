@@ -164,6 +164,11 @@ def evaluate(accelerator: Accelerator, model: torch.nn.Module, loader: Any) -> f
     return float(loss / tokens)
 
 
+def perplexity(loss: float) -> float:
+    """Return it, finite whatever the loss."""
+    return math.exp(min(loss, 700.0))
+
+
 # ---- Training ------------------------------------------------------------------------------------------------
 
 
@@ -221,7 +226,8 @@ def main() -> None:
         batches = checkpointer.batches(train_loader, seed=args.seed, padding=PADDING)
         report, first = Reporter(accelerator, folder, steps, after=checkpointer.steps), checkpointer.steps
         if not resumed:
-            report.evaluation(0, loss=evaluate(accelerator, model, eval_loader))
+            loss = evaluate(accelerator, model, eval_loader)
+            report.evaluation(0, loss, perplexity=perplexity(loss))
         last = min(steps, first + args.stop_after) if args.stop_after else steps
         for step in range(first + 1, last + 1):
             learning_rate, micro_batches = scheduler.get_last_lr()[0], list(itertools.islice(batches, accumulation))
@@ -232,7 +238,8 @@ def main() -> None:
                 report.train(step, loss=mean, learning_rate=learning_rate, grad_norm=float(grad_norm))
             score = None
             if step % args.eval_steps == 0 or step == steps:
-                report.evaluation(step, loss=(score := evaluate(accelerator, model, eval_loader)))
+                score = evaluate(accelerator, model, eval_loader)
+                report.evaluation(step, score, perplexity=perplexity(score))
             checkpointer.step(score=score if args.save_best else None)
         if last < steps:
             accelerator.print(f"stopped after step {last} of {steps}; go on with --resume_from_checkpoint auto")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import math
 import sys
 import time
 from collections.abc import Mapping
@@ -45,10 +44,14 @@ class Reporter:
 
     ``metrics.jsonl`` gets one object a line. It starts empty, or with the lines up to the step ``after`` which a
     resumed run goes on, so that no step is doubled or missing. A terminal shows a bar, anything else plain lines.
+    Speed is counted in ``unit``: tokens, images.
     """
 
-    def __init__(self, accelerator: Accelerator, folder: Path, num_steps: int, after: int = 0) -> None:
+    def __init__(
+        self, accelerator: Accelerator, folder: Path, num_steps: int, after: int = 0, unit: str = "tokens"
+    ) -> None:
         self.accelerator, self.path, self.num_steps = accelerator, folder / "metrics.jsonl", num_steps
+        self.unit = unit
         if accelerator.is_main_process:
             folder.mkdir(parents=True, exist_ok=True)
             former = self.path.read_text().splitlines() if after and self.path.is_file() else []
@@ -56,35 +59,36 @@ class Reporter:
         self.scores: dict[int, float] = {}
         self.plain = not sys.stderr.isatty()
         self.bar = tqdm(total=num_steps, initial=after, disable=self.plain, unit="step", dynamic_ncols=True)
-        self.started, self.tokens = time.perf_counter(), torch.zeros((), device=accelerator.device)
+        self.started, self.count = time.perf_counter(), torch.zeros((), device=accelerator.device)
 
-    def step_done(self, tokens: torch.Tensor) -> None:
-        """Count one optimizer step and its tokens, without waiting for the device."""
-        self.tokens += tokens
+    def step_done(self, count: torch.Tensor) -> None:
+        """Count one optimizer step and its tokens or images, without waiting for the device."""
+        self.count += count
         self.bar.update()
 
     def train(self, step: int, **metrics: float) -> None:
-        """Report an optimizer step, with the tokens per second since the last report."""
-        tokens = self.tokens.item()  # waits for the device, so before the clock is read
-        metrics["tokens_per_second"] = tokens / (time.perf_counter() - self.started)
+        """Report an optimizer step, with the speed since the last report."""
+        count = self.count.item()  # waits for the device, so before the clock is read
+        speed = metrics[f"{self.unit}_per_second"] = count / (time.perf_counter() - self.started)
         self._write({"step": step} | metrics)
         line = "  ".join(f"{name} {metrics[name]:.4g}" for name in ("loss", "grad_norm", "learning_rate"))
-        line += f"  {metrics['tokens_per_second']:,.0f} tokens/s  {_memory(self.accelerator.device)}"
+        line += f"  {speed:,.0f} {self.unit}/s  {_memory(self.accelerator.device)}"
         self.bar.set_postfix_str(line)
         if self.plain:
             self.accelerator.print(f"step {step:>{len(str(self.num_steps))}}/{self.num_steps}  {line}", flush=True)
-        self.started, self.tokens = time.perf_counter(), torch.zeros_like(self.tokens)
+        self.started, self.count = time.perf_counter(), torch.zeros_like(self.count)
 
-    def evaluation(self, step: int, loss: float) -> None:
+    def evaluation(self, step: int, loss: float, **scores: float) -> None:
         """Report an evaluation; its time does not count as training."""
         self.scores[step] = loss
-        self._write({"step": step, "eval_loss": loss, "perplexity": (perplexity := math.exp(min(loss, 700.0)))})
-        line = f"step {step}/{self.num_steps}  eval_loss {loss:.4f}  perplexity {perplexity:.4g}"
+        self._write({"step": step, "eval_loss": loss} | scores)
+        line = f"step {step}/{self.num_steps}  eval_loss {loss:.4f}"
+        line += "".join(f"  {name} {value:.4g}" for name, value in scores.items())
         if self.accelerator.is_main_process:
             self.bar.write(line)
         if step == self.num_steps:
             self.bar.close()
-        self.started, self.tokens = time.perf_counter(), torch.zeros_like(self.tokens)
+        self.started, self.count = time.perf_counter(), torch.zeros_like(self.count)
 
     def _write(self, values: Mapping[str, float]) -> None:
         if self.accelerator.is_main_process:
@@ -99,7 +103,7 @@ def _memory(device: torch.device) -> str:
     return f"{psutil.Process().memory_info().rss / 2**30:.2f} GiB resident"
 
 
-def plot_losses(metrics: Path, image: Path) -> None:
+def plot_losses(metrics: Path, image: Path, unit: str = "token") -> None:
     """Draw training and validation loss by step; without matplotlib do nothing."""
     try:
         from matplotlib.figure import Figure
@@ -110,7 +114,7 @@ def plot_losses(metrics: Path, image: Path) -> None:
     for key, label, style in (("loss", "training", "-"), ("eval_loss", "validation", "o-")):
         chosen = [row for row in rows if key in row]
         axes.plot([row["step"] for row in chosen], [row[key] for row in chosen], style, label=label)
-    axes.set(xlabel="optimizer step", ylabel="loss (nats per token)")
+    axes.set(xlabel="optimizer step", ylabel=f"loss (nats per {unit})")
     axes.legend()
     figure.savefig(image, dpi=150)
 
