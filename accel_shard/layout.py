@@ -227,6 +227,8 @@ class Layout:
         scalars: parameter name -> state name -> zero-dimensional tensor or plain number.
         groups: parameter groups in the optimizer's order: ``params`` (names) and hyperparameters.
         aliases: further names of tied weights -> the name under which the weight is listed.
+        own: what a snapshot keeps beside all that, because ranks differ in it, as a row for each rank; or because only
+            the saving run's kind of communication has it.
     """
 
     weights: dict[str, Shard] = field(default_factory=dict)
@@ -235,9 +237,13 @@ class Layout:
     scalars: dict[str, dict[str, Any]] = field(default_factory=dict)
     groups: list[dict[str, Any]] = field(default_factory=list)
     aliases: dict[str, str] = field(default_factory=dict)
+    own: dict[str, Shard] = field(default_factory=dict)
 
     def tensors(self) -> Iterator[tuple[str, Shard]]:
-        """Yield every shard under its key in a snapshot: ``model.NAME``, ``buffer.NAME``, ``optim.NAME.STATE``."""
+        """Yield every shard under its key in a snapshot.
+
+        ``model.NAME``, ``buffer.NAME``, ``optim.NAME.STATE``, and ``own.KEY``.
+        """
         for name, shard in self.weights.items():
             yield f"model.{name}", shard
         for name, shard in self.buffers.items():
@@ -245,6 +251,8 @@ class Layout:
         for name, states in self.states.items():
             for state, shard in states.items():
                 yield state_key(name, state), shard
+        for key, shard in self.own.items():
+            yield f"own.{key}", shard
 
 
 @runtime_checkable

@@ -6,7 +6,7 @@ With ``shard: optimizer`` each rank holds a share of the optimizer's state, in a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from accel_shard.backends.base import Backend, Prepared
@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
     from accel_shard.backends.ddp_buckets import GradientOrder
+    from accel_shard.backends.ddp_powersgd import PowerSGDMemory
     from accel_shard.backends.parameter_layout import StateShape
-    from accel_shard.layout import Layout
+    from accel_shard.layout import Layout, Shard
 
 __all__ = ["DDPBackend"]
 
@@ -28,6 +29,7 @@ class DDPBackend(Backend):
     distributed_types = ("MULTI_CPU", "MULTI_GPU", "MULTI_XPU", "MULTI_NPU", "MULTI_MLU", "MULTI_HPU", "NO")
     kind = "DDP"
     _order: GradientOrder | None = None
+    _memory: PowerSGDMemory | None = None
 
     def launch_config(self) -> dict[str, Any]:
         """Return the keys of an accelerate config file that say this policy."""
@@ -60,6 +62,13 @@ class DDPBackend(Backend):
             )
         return {}
 
+    def before_prepare(self, accelerator: Accelerator, model: torch.nn.Module, batch_size: int | None) -> None:
+        """Keep PowerSGD from hanging where gloo carries it."""
+        if self.policy.gradient_compression == "powersgd" and accelerator.device.type == "cpu":
+            from accel_shard.backends.ddp_powersgd import OneBucketAtATime
+
+            accelerator.ddp_handler = OneBucketAtATime.of(accelerator.ddp_handler)
+
     def after_prepare(self, accelerator: Accelerator, model: torch.nn.Module) -> None:
         """Cast at the border of a model that is bf16 throughout; else autocast does it."""
         from accel_shard.precision import cast_at_the_border
@@ -68,22 +77,67 @@ class DDPBackend(Backend):
             cast_at_the_border(model, "bf16")
         from torch.nn.parallel import DistributedDataParallel
 
+        inner = getattr(model, "_orig_mod", model)
+        if not isinstance(inner, DistributedDataParallel):
+            return
         from accel_shard.backends.ddp_buckets import GradientOrder
 
-        inner = getattr(model, "_orig_mod", model)
-        # Two ranks add up to the same in any order. PowerSGD would count a backward of zeros as one of its own.
-        matters = accelerator.num_processes > 2 and self.policy.gradient_compression != "powersgd"
-        if matters and isinstance(inner, DistributedDataParallel):
+        powersgd = self.policy.gradient_compression == "powersgd"
+        # Two ranks add up to the same in any order; but PowerSGD keeps something of each bucket.
+        if accelerator.num_processes > 2 or powersgd:
             self._order = GradientOrder(inner)
+        if powersgd:
+            from accel_shard.backends.ddp_powersgd import PowerSGDMemory
+
+            self._memory = PowerSGDMemory(inner)
 
     def counters(self, model: torch.nn.Module) -> dict[str, Any]:
-        """Return the order in which gradients come, which decides how they are summed."""
-        return {"gradient_order": self._order.names} if self._order is not None else {}
+        """Return the order in which gradients come, which decides how they are summed, and PowerSGD's counts."""
+        counts: dict[str, Any] = {"gradient_order": self._order.names} if self._order is not None else {}
+        return counts | ({"powersgd": self._memory.counters()} if self._memory is not None else {})
 
     def set_counters(self, model: torch.nn.Module, counters: Mapping[str, Any]) -> None:
-        """Form the buckets that the run had; a snapshot of another backend has no such order."""
-        if self._order is not None:
-            self._order.play(counters.get("gradient_order", ()))
+        """Form the buckets that the run had; a snapshot of another backend has no such order.
+
+        Raises:
+            SnapshotError: if buckets that PowerSGD's memory belongs to cannot be formed.
+        """
+        order = counters.get("gradient_order", ())
+        if self._memory is None:
+            if self._order is not None:
+                self._order.play(order)
+            return
+        if self._order is None or "powersgd" not in counters:
+            return  # it would count a backward of zeros as one of its own
+        if not self._order.play(order, times=2) and self._memory.needs_buckets(counters["powersgd"]):
+            from accel_shard.errors import SnapshotError
+
+            raise SnapshotError(
+                "gradient_compression is 'powersgd' and the snapshot's run trained other parameters, so that what "
+                "PowerSGD kept of its buckets fits none of these. Train the same parameters, or start from the "
+                "weights: resume(path, weights_only=True)."
+            )
+        self._memory.set_counters(counters["powersgd"])
+
+    def snapshot_layout(self, accelerator: Accelerator, model: torch.nn.Module, optimizer: Any) -> Layout:
+        """Describe what a snapshot holds, PowerSGD's memory included."""
+        layout = self.layout(accelerator, model, optimizer)
+        if self._memory is not None:
+            layout.own |= self._memory.shards(accelerator.process_index, accelerator.num_processes)
+        return layout
+
+    def take_own(
+        self,
+        accelerator: Accelerator,
+        model: torch.nn.Module,
+        optimizer: Any,
+        stored: Mapping[str, StateShape],
+        read: Callable[[Iterable[tuple[str, Shard]]], None],
+    ) -> set[str]:
+        """Fill PowerSGD's memory."""
+        if self._memory is None:
+            return set()
+        return self._memory.take(stored, read, accelerator.process_index, accelerator.num_processes)
 
     def inspect(self, accelerator: Accelerator, model: torch.nn.Module, optimizer: Any) -> Prepared:
         """Read from prepared objects what this rank holds."""
