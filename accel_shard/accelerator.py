@@ -169,6 +169,7 @@ class PolicyAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships 
         for optimizer in optimizers:
             attach(getattr(optimizer, "optimizer", None), self._trained[-1] if self._trained else None, self.policy)
             self._clip_at_step(optimizer)
+            self.backend.after_prepare_optimizer(self, getattr(optimizer, "optimizer", optimizer))
         return result
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
@@ -195,13 +196,13 @@ class PolicyAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships 
         """Save as ``Accelerator.save_state``; refused where it would save a part only.
 
         Raises:
-            PolicyError: with ``shard: optimizer`` on DDP, where it keeps rank 0's share of the optimizer state.
+            PolicyError: with ``shard: optimizer`` on DDP, or ``local_sgd``: it keeps rank 0's optimizer state.
         """
-        if is_asked_for(self.policy):
-            raise PolicyError(
-                "Accelerate's save_state keeps rank 0's share of an optimizer state that is shared out. Use "
-                "accel_shard.Checkpointer."
+        if is_asked_for(self.policy) or self.policy.local_sgd > 1:
+            what = (
+                "share of an optimizer state that is shared out" if is_asked_for(self.policy) else "own training state"
             )
+            raise PolicyError(f"Accelerate's save_state keeps rank 0's {what}. Use accel_shard.Checkpointer.")
         saved: str = super().save_state(*args, **kwargs)
         return saved
 

@@ -24,6 +24,7 @@ __all__ = [
     "ShardsState",
     "boxes_of_range",
     "overlaps",
+    "row_of",
     "split_state_key",
     "state_key",
     "subtract",
@@ -280,6 +281,13 @@ class ShardsState(Protocol):
     def master_dtypes(self) -> frozenset[torch.dtype]:
         """Return the dtypes of what is updated. Local."""
         ...
+
+
+def row_of(row: torch.Tensor, rank: int, ranks: int) -> Shard:
+    """Describe what one rank has of a tensor with a row for each, as the row ``(1, ...)``."""
+    rest = tuple(row.shape[1:])
+    box = Box((rank, *(0,) * len(rest)), (1, *rest))
+    return Shard((ranks, *rest), row.dtype, ((box, row.detach()),))
 
 
 def state_key(name: str, state: str) -> str:

@@ -36,6 +36,7 @@ FIELDS: Final = (
     "gradient_accumulation_steps",
     "global_batch_size",
     "gradient_compression",
+    "local_sgd",
 )
 
 ANY: Final = "anything but the default"
@@ -51,6 +52,7 @@ DEFAULTS: Final[Mapping[str, object]] = {
     "activation_checkpointing": False,
     "compile": False,
     "gradient_compression": "none",
+    "local_sgd": 1,
 }
 
 
@@ -232,6 +234,33 @@ REFUSALS: Final[tuple[Refusal, ...]] = (
         backends=(*_FSDP, "deepspeed"),
         reason="compression hooks exist for DDP only; here the dtype on the wire is precision.reduce",
         instead={"gradient_compression": "none"},
+    ),
+    Refusal(
+        field="local_sgd",
+        backends=(*_FSDP, "deepspeed"),
+        reason="ranks that train by themselves each need all weights and all of the optimizer state",
+        instead={"local_sgd": 1},
+    ),
+    Refusal(
+        field="local_sgd",
+        backends=("ddp",),
+        when={"shard": ("optimizer",)},
+        reason="a rank that trains by itself needs all of the optimizer state",
+        instead={"local_sgd": 1},
+    ),
+    Refusal(
+        field="local_sgd",
+        backends=("ddp",),
+        when={"gradient_compression": ("fp16", "bf16", "powersgd")},
+        reason="no gradients are sent, so there is nothing to compress",
+        instead={"gradient_compression": "none"},
+    ),
+    Refusal(
+        field="local_sgd",
+        backends=("ddp",),
+        when={"precision.compute": ("fp16",)},
+        reason="each rank would scale its loss by another number and skip other steps",
+        instead={"precision.compute": "bf16"},
     ),
 )
 

@@ -78,6 +78,9 @@ class Backend(abc.ABC):
     def after_prepare(self, accelerator: Accelerator, model: torch.nn.Module) -> None:  # noqa: B027
         """Give a prepared model what the backend leaves out."""
 
+    def after_prepare_optimizer(self, accelerator: Accelerator, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027
+        """Give the torch optimizer inside a prepared one what the backend leaves out. Every rank must call it."""
+
     @abc.abstractmethod
     def inspect(self, accelerator: Accelerator, model: torch.nn.Module, optimizer: Any) -> Prepared:
         """Read from prepared objects what this rank holds. Local: communicates nothing."""

@@ -7,6 +7,7 @@ With ``shard: optimizer`` each rank holds a share of the optimizer's state, in a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from accel_shard.backends.base import Backend, Prepared
@@ -15,10 +16,12 @@ if TYPE_CHECKING:
     import torch
     from accelerate import Accelerator
 
+    from accel_shard.backends.ddp_averaging import WeightAveraging
     from accel_shard.backends.ddp_buckets import GradientOrder
     from accel_shard.backends.ddp_powersgd import PowerSGDMemory
     from accel_shard.backends.parameter_layout import StateShape
     from accel_shard.layout import Layout, Shard
+    from accel_shard.policy import ShardingPolicy
 
 __all__ = ["DDPBackend"]
 
@@ -30,6 +33,11 @@ class DDPBackend(Backend):
     kind = "DDP"
     _order: GradientOrder | None = None
     _memory: PowerSGDMemory | None = None
+    _averaging: WeightAveraging | None = None
+
+    def __init__(self, policy: ShardingPolicy) -> None:
+        super().__init__(policy)
+        self._quiet: list[AbstractContextManager[None]] = []
 
     def launch_config(self) -> dict[str, Any]:
         """Return the keys of an accelerate config file that say this policy."""
@@ -53,13 +61,15 @@ class DDPBackend(Backend):
 
     def training_arguments(self, *, rehearsing: bool, batch_size: int) -> dict[str, Any]:
         """Return the fields of ``TrainingArguments``: DDP needs none of its own."""
-        if self.policy.gradient_compression != "none":
-            from accel_shard.errors import UnsupportedPolicyError
+        for name, default in (("gradient_compression", "none"), ("local_sgd", 1)):
+            value = getattr(self.policy, name)
+            if value != default:
+                from accel_shard.errors import UnsupportedPolicyError
 
-            raise UnsupportedPolicyError(
-                f"gradient_compression {self.policy.gradient_compression!r} has no TrainingArguments field. "
-                "Use gradient_compression 'none', or a loop with policy.accelerator()."
-            )
+                raise UnsupportedPolicyError(
+                    f"{name} {value!r} has no TrainingArguments field. Use {name} {default!r}, or a loop with "
+                    "policy.accelerator()."
+                )
         return {}
 
     def before_prepare(self, accelerator: Accelerator, model: torch.nn.Module, batch_size: int | None) -> None:
@@ -80,6 +90,12 @@ class DDPBackend(Backend):
         inner = getattr(model, "_orig_mod", model)
         if not isinstance(inner, DistributedDataParallel):
             return
+        if self.policy.local_sgd > 1:
+            quiet = inner.no_sync()
+            quiet.__enter__()
+            self._quiet.append(quiet)  # it ends when nobody holds it
+            inner.require_forward_param_sync = False  # it lets the first forward send rank 0's buffers
+            return
         from accel_shard.backends.ddp_buckets import GradientOrder
 
         powersgd = self.policy.gradient_compression == "powersgd"
@@ -91,9 +107,19 @@ class DDPBackend(Backend):
 
             self._memory = PowerSGDMemory(inner)
 
+    def after_prepare_optimizer(self, accelerator: Accelerator, optimizer: torch.optim.Optimizer) -> None:
+        """Average weights now and then, if that is asked for, and before the accelerator ends the training."""
+        if self.policy.local_sgd > 1 and accelerator.num_processes > 1:
+            from accel_shard.backends.ddp_averaging import WeightAveraging
+
+            self._averaging = WeightAveraging(optimizer, self.policy.local_sgd)
+            accelerator.before_end.append(self._averaging.average)
+
     def counters(self, model: torch.nn.Module) -> dict[str, Any]:
         """Return the order in which gradients come, which decides how they are summed, and PowerSGD's counts."""
         counts: dict[str, Any] = {"gradient_order": self._order.names} if self._order is not None else {}
+        if self._averaging is not None:
+            counts |= self._averaging.counters()
         return counts | ({"powersgd": self._memory.counters()} if self._memory is not None else {})
 
     def set_counters(self, model: torch.nn.Module, counters: Mapping[str, Any]) -> None:
@@ -102,6 +128,8 @@ class DDPBackend(Backend):
         Raises:
             SnapshotError: if buckets that PowerSGD's memory belongs to cannot be formed.
         """
+        if self._averaging is not None:
+            self._averaging.set_counters(counters)
         order = counters.get("gradient_order", ())
         if self._memory is None:
             if self._order is not None:
@@ -120,8 +148,10 @@ class DDPBackend(Backend):
         self._memory.set_counters(counters["powersgd"])
 
     def snapshot_layout(self, accelerator: Accelerator, model: torch.nn.Module, optimizer: Any) -> Layout:
-        """Describe what a snapshot holds, PowerSGD's memory included."""
+        """Describe what a snapshot holds: PowerSGD's memory; of ranks that train apart the mean, and each one's own."""
         layout = self.layout(accelerator, model, optimizer)
+        if self._averaging is not None:
+            return self._averaging.for_snapshot(layout, accelerator.process_index, accelerator.num_processes)
         if self._memory is not None:
             layout.own |= self._memory.shards(accelerator.process_index, accelerator.num_processes)
         return layout
@@ -134,10 +164,11 @@ class DDPBackend(Backend):
         stored: Mapping[str, StateShape],
         read: Callable[[Iterable[tuple[str, Shard]]], None],
     ) -> set[str]:
-        """Fill PowerSGD's memory."""
-        if self._memory is None:
-            return set()
-        return self._memory.take(stored, read, accelerator.process_index, accelerator.num_processes)
+        """Fill PowerSGD's memory, or give this rank the state that it had when the ranks trained apart."""
+        rank, ranks = accelerator.process_index, accelerator.num_processes
+        if self._averaging is not None:
+            return self._averaging.take(self.layout(accelerator, model, optimizer), stored, read, rank, ranks)
+        return self._memory.take(stored, read, rank, ranks) if self._memory is not None else set()
 
     def inspect(self, accelerator: Accelerator, model: torch.nn.Module, optimizer: Any) -> Prepared:
         """Read from prepared objects what this rank holds."""
@@ -183,11 +214,17 @@ class DDPBackend(Backend):
         return 1 if self.policy.shard == "optimizer" else world_size
 
     def whole_weights(self, accelerator: Accelerator, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every weight; nothing is communicated."""
+        """Yield every weight. Nothing is communicated, but between two averages of ``local_sgd`` each is averaged."""
         from accel_shard.names import canonical
 
         for name, parameter in self.named_module(accelerator, model).named_parameters():
-            yield canonical(name), parameter.detach()
+            whole = parameter.detach()
+            if self._averaging is not None and self._averaging.apart:
+                from accel_shard.backends.ddp_averaging import mean_of
+                from accel_shard.layout import Shard
+
+                whole = mean_of(Shard.whole(whole), accelerator.num_processes).parts[0][1]
+            yield canonical(name), whole
 
     def layout(self, accelerator: Accelerator, model: torch.nn.Module, optimizer: Any) -> Layout:
         """Describe what this rank holds: all of it, or of the optimizer's state its share."""

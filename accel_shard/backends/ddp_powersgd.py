@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accel_shard.backends.parameter_layout import StateShape
 from accel_shard.errors import UnsupportedPolicyError
-from accel_shard.layout import Box, Shard
+from accel_shard.layout import Shard, row_of
 from accel_shard.names import canonical
 
 __all__ = ["OneBucketAtATime", "PowerSGDMemory"]
@@ -252,10 +252,3 @@ def _factors(places: Iterable[_Place]) -> Iterable[tuple[_Place, int, int]]:
         for place in together:
             yield place, at, at + place.columns * place.rank
             at += place.columns * place.rank
-
-
-def row_of(row: torch.Tensor, rank: int, ranks: int) -> Shard:
-    """Describe what one rank has of a tensor with a row for each, as the row ``(1, ...)``."""
-    rest = tuple(row.shape[1:])
-    box = Box((rank, *(0,) * len(rest)), (1, *rest))
-    return Shard((ranks, *rest), row.dtype, ((box, row.detach()),))
