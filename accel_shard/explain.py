@@ -88,7 +88,8 @@ def _words(policy: ShardingPolicy, name: str, value: object) -> str:
         "backend": _MEANS["local" if policy.local_sgd > 1 else policy.backend].format(stage=policy.zero_stage),
         "shard": _SHARD[policy.shard] + _keeps(policy),
         "replicas": "one sharded copy over all ranks" if policy.replicas == 1 else f"{value} sharded copies (HSDP)",
-        "precision.master": "dtype of the copy that the optimizer updates",
+        "precision.master": "dtype of the copy that the optimizer updates"
+        + ("; each rank has its share of it, and the weights are in precision.reduce" if policy.masters_apart else ""),
         "precision.compute": _compute(policy),
         "precision.reduce": "gradients travel and are summed in it",
         "precision.save": "exported weights",
@@ -102,6 +103,7 @@ def _words(policy: ShardingPolicy, name: str, value: object) -> str:
         else ("off; 0.0 is written into the DeepSpeed config, which would clip at 1.0" if engine else "off"),
         "gradient_accumulation_steps": "micro-batches an optimizer step"
         + (", gradients reduced at each" if policy.shard in ("gradients", "parameters") else ""),
+        "gradient_reduce": "each gradient goes to the rank that updates it only" if value == "owner" else "",
         "local_sgd": _local(policy),
         "global_batch_size": "checked against the loader" if value is not None else "whatever the loader gives",
     }

@@ -20,6 +20,7 @@ from accel_shard.vocabulary import (
     COMPRESSION,
     DTYPES,
     OFFLOAD,
+    REDUCE,
     SHARD,
     choose,
     parse_clipping,
@@ -111,6 +112,8 @@ class ShardingPolicy:
         gradient_clipping: largest global norm of the gradients; None is off.
         gradient_accumulation_steps: micro-batches in one optimizer step.
         global_batch_size: samples in one optimizer step over all ranks; None leaves it to the loader.
+        gradient_reduce: who gets a gradient with ``shard: optimizer`` on DDP: ``all`` ranks, or only the ``owner`` that
+            updates its weight, which sends a third less.
         gradient_compression: DDP communication hook: ``none``, ``fp16``, ``bf16`` or ``powersgd``.
         local_sgd: optimizer steps that each rank does by itself before the ranks average their weights; 1 averages
             gradients at each step, as DDP does.
@@ -134,6 +137,7 @@ class ShardingPolicy:
     gradient_clipping: float | None = None
     gradient_accumulation_steps: int = 1
     global_batch_size: int | None = None
+    gradient_reduce: str = "all"
     gradient_compression: str = "none"
     local_sgd: int = 1
 
@@ -143,6 +147,7 @@ class ShardingPolicy:
         choose("shard", self.shard, SHARD)
         choose("backend", self.backend, BACKEND)
         choose("offload", self.offload, OFFLOAD)
+        choose("gradient_reduce", self.gradient_reduce, REDUCE)
         choose("gradient_compression", self.gradient_compression, COMPRESSION)
         for name in ("replicas", "tensor_parallel", "context_parallel", "gradient_accumulation_steps", "local_sgd"):
             positive(name, getattr(self, name))
@@ -183,6 +188,12 @@ class ShardingPolicy:
         """The four dtypes, whatever form ``precision`` was given in."""
         assert isinstance(self.precision, Precision)
         return self.precision
+
+    @property
+    def masters_apart(self) -> bool:
+        """Whether weights on DDP are copies of masters that are shared out: gradients, so weights, of a lower dtype."""
+        sharded = self.backend == "ddp" and self.shard == "optimizer"
+        return sharded and self.dtypes.master != self.dtypes.reduce
 
     @property
     def zero_stage(self) -> int:
@@ -292,20 +303,30 @@ class ShardingPolicy:
 
         return PolicyAccelerator(self, **arguments)
 
-    def optimizer(self, params: Any, kind: Callable[..., torch.optim.Optimizer], **settings: Any) -> Any:
+    def optimizer(
+        self, params: Any, kind: Callable[..., torch.optim.Optimizer], *, reduce: str | None = None, **settings: Any
+    ) -> Any:
         """Build an optimizer that shards its state as this policy says; local.
 
         ``kind(params, **settings)``, or with ``shard: optimizer`` on DDP a
         :class:`~accel_shard.ShardedOptimizer` that runs it. ``PolicyAccelerator.prepare`` makes one of a plain
         optimizer too; HF Trainer does not, and must be given this one.
-        """
-        from accel_shard.optim.sharded import ShardedOptimizer
-        from accel_shard.optim.under_policy import is_asked_for, master_of
 
-        if not is_asked_for(self):
+        Args:
+            params: parameters, or groups of them.
+            kind: a class, or a factory.
+            reduce: as the field ``gradient_reduce``, which counts if this is None.
+            **settings: what ``kind`` takes beside the parameters.
+
+        Raises:
+            PolicyError: for ``reduce`` where nothing is shared out by the optimizer, or against the field.
+        """
+        from accel_shard.optim.under_policy import is_asked_for, make
+
+        if not is_asked_for(self) and reduce is None:
             return kind(params, **settings)
 
-        return ShardedOptimizer(params, kind, master=master_of(self), **settings)
+        return make(self, params, kind, reduce, settings)
 
     def training_arguments(self, **arguments: Any) -> TrainingArguments:
         """Build ``transformers.TrainingArguments`` that do what this policy says. Every rank must call it."""

@@ -35,6 +35,7 @@ FIELDS: Final = (
     "gradient_clipping",
     "gradient_accumulation_steps",
     "global_batch_size",
+    "gradient_reduce",
     "gradient_compression",
     "local_sgd",
 )
@@ -51,6 +52,7 @@ DEFAULTS: Final[Mapping[str, object]] = {
     "offload_path": None,
     "activation_checkpointing": False,
     "compile": False,
+    "gradient_reduce": "all",
     "gradient_compression": "none",
     "local_sgd": 1,
 }
@@ -162,10 +164,27 @@ REFUSALS: Final[tuple[Refusal, ...]] = (
     Refusal(
         field="precision.reduce",
         backends=("ddp",),
-        values=("bf16", "fp16"),
-        when={"precision.master": ("fp32",)},
-        reason="DDP reduces gradients in the dtype of the weights; fewer bytes are had by gradient_compression",
+        values=("fp16",),
+        reason="DDP reduces gradients in the dtype of the weights, and torch unscales no fp16 gradients; fewer bytes "
+        "are had by gradient_compression",
         instead={"precision.reduce": "fp32"},
+    ),
+    Refusal(
+        field="precision.reduce",
+        backends=("ddp",),
+        values=("bf16",),
+        when={"precision.master": ("fp32",), "shard": ("none",)},
+        reason="DDP reduces gradients in the dtype of the weights, which here are the masters; fewer bytes are had by "
+        "gradient_compression, or with masters apart: shard 'optimizer'",
+        instead={"precision.reduce": "fp32"},
+    ),
+    Refusal(
+        field="precision.reduce",
+        backends=("ddp",),
+        values=("bf16",),
+        when={"precision.master": ("fp32",), "precision.compute": ("fp32", "fp16")},
+        reason="DDP reduces gradients in the dtype of the weights, and weights of bf16 compute in bf16",
+        instead={"precision.compute": "bf16"},
     ),
     Refusal(
         field="precision.reduce",
@@ -228,6 +247,39 @@ REFUSALS: Final[tuple[Refusal, ...]] = (
         when={"shard": ("none", "optimizer", "gradients")},
         reason="ZeRO-Infinity needs sharded parameters (stage 3)",
         instead={"shard": "parameters"},
+    ),
+    Refusal(
+        field="gradient_reduce",
+        backends=_FSDP,
+        reason="FSDP sends each gradient to the rank that updates it as it is",
+        instead={"gradient_reduce": "all"},
+    ),
+    Refusal(
+        field="gradient_reduce",
+        backends=("deepspeed",),
+        reason="DeepSpeed decides by the ZeRO stage who gets a gradient",
+        instead={"gradient_reduce": "all"},
+    ),
+    Refusal(
+        field="gradient_reduce",
+        backends=("ddp",),
+        when={"shard": ("none",)},
+        reason="every rank updates every weight, and needs its gradient",
+        instead={"shard": "optimizer"},
+    ),
+    Refusal(
+        field="gradient_reduce",
+        backends=("ddp",),
+        when={"gradient_compression": ("fp16", "bf16", "powersgd")},
+        reason="each is a communication hook, and DDP has one",
+        instead={"gradient_compression": "none"},
+    ),
+    Refusal(
+        field="gradient_reduce",
+        backends=("ddp",),
+        when={"precision.compute": ("fp16",)},
+        reason="a rank would see what overflowed in its own share only",
+        instead={"gradient_reduce": "all"},
     ),
     Refusal(
         field="gradient_compression",

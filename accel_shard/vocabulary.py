@@ -7,13 +7,15 @@ from typing import Final
 from accel_shard.errors import PolicyError, unknown_name
 
 __all__ = [
-    "BACKEND", "COMPRESSION", "DTYPES", "OFFLOAD", "SHARD", "choose", "parse_clipping", "parse_wrap", "positive",
+    "BACKEND", "COMPRESSION", "DTYPES", "OFFLOAD", "REDUCE", "SHARD",
+    "choose", "parse_clipping", "parse_wrap", "positive",
 ]  # fmt: skip
 
 SHARD: Final = ("none", "optimizer", "gradients", "parameters")
 BACKEND: Final = ("auto", "ddp", "fsdp", "fsdp1", "deepspeed")
 DTYPES: Final = ("fp32", "bf16", "fp16")
 OFFLOAD: Final = ("none", "optimizer", "parameters")
+REDUCE: Final = ("all", "owner")
 COMPRESSION: Final = ("none", "fp16", "bf16", "powersgd")
 
 

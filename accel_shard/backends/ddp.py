@@ -61,7 +61,7 @@ class DDPBackend(Backend):
 
     def training_arguments(self, *, rehearsing: bool, batch_size: int) -> dict[str, Any]:
         """Return the fields of ``TrainingArguments``: DDP needs none of its own."""
-        for name, default in (("gradient_compression", "none"), ("local_sgd", 1)):
+        for name, default in (("gradient_compression", "none"), ("gradient_reduce", "all"), ("local_sgd", 1)):
             value = getattr(self.policy, name)
             if value != default:
                 from accel_shard.errors import UnsupportedPolicyError
@@ -214,17 +214,34 @@ class DDPBackend(Backend):
         return 1 if self.policy.shard == "optimizer" else world_size
 
     def whole_weights(self, accelerator: Accelerator, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every weight. Nothing is communicated, but between two averages of ``local_sgd`` each is averaged."""
+        """Yield every weight, or its master. Communicates where ranks have parts of masters, or train apart."""
         from accel_shard.names import canonical
 
-        for name, parameter in self.named_module(accelerator, model).named_parameters():
+        named = self.named_module(accelerator, model)
+        masters = self._masters(accelerator, named) if self.policy.masters_apart else {}
+        for name, parameter in named.named_parameters():
             whole = parameter.detach()
             if self._averaging is not None and self._averaging.apart:
                 from accel_shard.backends.ddp_averaging import mean_of
                 from accel_shard.layout import Shard
 
                 whole = mean_of(Shard.whole(whole), accelerator.num_processes).parts[0][1]
+            if canonical(name) in masters:
+                whole = _gathered(masters[canonical(name)], whole.device)
             yield canonical(name), whole
+
+    def _masters(self, accelerator: Accelerator, named: torch.nn.Module) -> dict[str, Shard]:
+        """Return this rank's part of each master that some optimizer keeps."""
+        from accel_shard.layout import Layout, ShardsState
+
+        layout, names = Layout(), _names(named)
+        for prepared in accelerator._optimizers:
+            client = getattr(prepared, "optimizer", prepared)
+            if isinstance(client, ShardsState) and all(
+                id(p) in names for g in client.param_groups for p in g["params"]
+            ):
+                client.describe_state(layout, names)
+        return layout.weights
 
     def layout(self, accelerator: Accelerator, model: torch.nn.Module, optimizer: Any) -> Layout:
         """Describe what this rank holds: all of it, or of the optimizer's state its share."""
@@ -274,6 +291,19 @@ class DDPBackend(Backend):
         import torch
 
         return torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+
+
+def _gathered(shard: Shard, device: torch.device) -> torch.Tensor:
+    """Return a whole tensor of which each element is on one rank. Every rank must call it; it sums the tensor."""
+    import torch
+    import torch.distributed as dist
+
+    whole = torch.zeros(shard.shape, dtype=shard.dtype, device=device)
+    for box, part in shard.parts:
+        whole[box.slices()] = part
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(whole)
+    return whole
 
 
 def _names(model: torch.nn.Module) -> dict[int, str]:

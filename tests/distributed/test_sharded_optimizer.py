@@ -734,6 +734,31 @@ def test_the_policy_makes_the_optimizer_that_it_needs() -> None:
     assert type(ShardingPolicy.load("fsdp2").optimizer([weight], torch.optim.SGD, lr=0.5)) is torch.optim.SGD
 
 
+def test_the_policy_says_who_gets_gradients() -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+
+    def reduce(line: str, **how: str) -> str:
+        optimizer = ShardingPolicy.load(line).optimizer([weight], torch.optim.SGD, lr=0.5, **how)
+        assert type(optimizer) is ShardedOptimizer
+        return str(optimizer.reduce)
+
+    assert reduce("ddp_sharded") == reduce("ddp_sharded", reduce="all") == "all"
+    assert reduce("ddp_sharded", reduce="owner") == reduce("ddp_sharded,gradient_reduce=owner") == "owner"
+    assert reduce("ddp_sharded,gradient_reduce=owner", reduce="owner") == "owner"
+    for line, how, words in (
+        ("ddp_sharded,gradient_reduce=owner", "all", "Say it in one place"),
+        ("ddp_sharded", "owners", "Allowed: all, owner"),
+        (
+            "ddp",
+            "owner",
+            "reduce is 'owner', and the policy has backend 'ddp' and shard 'none'.*Use preset 'ddp_sharded'",
+        ),
+        ("fsdp2", "all", "reduce is 'all', and the policy has backend 'fsdp'"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            reduce(line, reduce=how)
+
+
 # ---- gradients to their owners only ----------------------------------------------------------------------------
 
 
@@ -791,12 +816,20 @@ def test_gradients_of_a_part_that_is_seldom_used(two_ranks: RankPool) -> None:
         assert difference <= 1e-5
 
 
-def owner_policed(line: str, reduce: str) -> tuple[list[float], list[float]]:
+def owner_policed(line: str, reduce: str | None) -> tuple[list[float], list[float]]:
+    """Under a policy; None is a plain optimizer, which the policy alone shards."""
     accelerator = ShardingPolicy.load(line).accelerator()
     torch.manual_seed(5)
     net: Any = Net()
-    optimizer: Any = ShardedOptimizer(three_groups(net), torch.optim.AdamW, lr=1e-2, reduce=reduce)
+    plain = reduce is None
+    optimizer: Any = (
+        make("AdamW", three_groups(net), sharded=False)
+        if plain
+        else accelerator.policy.optimizer(three_groups(net), torch.optim.AdamW, lr=1e-2, reduce=reduce)
+    )
     net, optimizer = accelerator.prepare(net, optimizer)
+    assert isinstance(optimizer.optimizer, ShardedOptimizer)
+    assert len(net._comm_hooks) == ((reduce or accelerator.policy.gradient_reduce) == "owner")
     losses, norms = [], []
     for step in range(2 * STEPS):
         tokens, labels = (mine(rows) for rows in batch(step))
@@ -815,6 +848,7 @@ def owner_policed(line: str, reduce: str) -> tuple[list[float], list[float]]:
 def test_a_policy_clips_shares_to_the_global_norm(two_ranks: RankPool) -> None:
     line = "ddp_sharded,gradient_clipping=0.5,gradient_accumulation_steps=2"
     wanted, found = two_ranks.run(owner_policed, line, "all"), two_ranks.run(owner_policed, line, "owner")
+    assert two_ranks.run(owner_policed, f"{line},gradient_reduce=owner", None) == found, "the policy's word does it too"
     for (losses, norms), (again, shares) in zip(wanted, found, strict=True):
         assert again == pytest.approx(losses, rel=1e-4)
         assert shares == pytest.approx(norms, rel=1e-4)
@@ -863,6 +897,17 @@ def compressed() -> None:
     accelerator = ShardingPolicy.load("ddp_sharded,gradient_compression=powersgd").accelerator()
     net = torch.nn.Linear(5, 3)
     accelerator.prepare(net, ShardedOptimizer(net.parameters(), torch.optim.AdamW, reduce="owner"))
+
+
+def contradicted() -> None:
+    accelerator = ShardingPolicy.load("ddp_sharded,gradient_reduce=owner").accelerator()
+    net = torch.nn.Linear(5, 3)
+    accelerator.prepare(net, ShardedOptimizer(net.parameters(), torch.optim.AdamW))
+
+
+def test_an_optimizer_that_was_made_otherwise_than_the_policy_says(two_ranks: RankPool) -> None:
+    with pytest.raises(RankError, match="was made with reduce 'all'"):
+        two_ranks.run(contradicted)
 
 
 def test_two_hooks_are_one_too_many(two_ranks: RankPool) -> None:
