@@ -237,9 +237,8 @@ class DDPBackend(Backend):
         layout, names = Layout(), _names(named)
         for prepared in accelerator._optimizers:
             client = getattr(prepared, "optimizer", prepared)
-            if isinstance(client, ShardsState) and all(
-                id(p) in names for g in client.param_groups for p in g["params"]
-            ):
+            mine = all(id(p) in names for group in client.param_groups for p in group["params"])
+            if mine and isinstance(client, ShardsState):
                 client.describe_state(layout, names)
         return layout.weights
 
