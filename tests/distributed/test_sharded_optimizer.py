@@ -631,6 +631,7 @@ ROUTES = {
     "backends": ("AdamW", [("ddp_sharded", 2), ("fsdp2,wrap=Linear", 2), ("ddp_sharded", 4), ("fsdp2,wrap=Linear", 4)]),
     "whole": ("Adafactor", [("ddp_sharded", 2), ("ddp_sharded", 4), ("ddp_sharded", 1), ("ddp", 2)]),
     "home-made": ("home-made", [("ddp", 2), ("ddp_sharded", 4), ("ddp_sharded", 2), ("ddp_sharded", 1)]),
+    "foreign": ("Adan", [("ddp_sharded", 2), ("ddp_sharded", 1), ("ddp", 2), ("ddp_sharded", 4)]),
     "zero": ("SGD with momentum", [("zero2", 2), ("ddp_sharded", 2), ("zero2", 4), ("ddp_sharded", 1)]),
 }
 
