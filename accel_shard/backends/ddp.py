@@ -7,7 +7,6 @@ With ``shard: optimizer`` each rank holds a share of the optimizer's state, in a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from accel_shard.backends.base import Backend, Prepared
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
     from accel_shard.backends.ddp_powersgd import PowerSGDMemory
     from accel_shard.backends.parameter_layout import StateShape
     from accel_shard.layout import Layout, Shard
-    from accel_shard.policy import ShardingPolicy
 
 __all__ = ["DDPBackend"]
 
@@ -34,10 +32,6 @@ class DDPBackend(Backend):
     _order: GradientOrder | None = None
     _memory: PowerSGDMemory | None = None
     _averaging: WeightAveraging | None = None
-
-    def __init__(self, policy: ShardingPolicy) -> None:
-        super().__init__(policy)
-        self._quiet: list[AbstractContextManager[None]] = []
 
     def launch_config(self) -> dict[str, Any]:
         """Return the keys of an accelerate config file that say this policy."""
@@ -91,10 +85,8 @@ class DDPBackend(Backend):
         if not isinstance(inner, DistributedDataParallel):
             return
         if self.policy.local_sgd > 1:
-            quiet = inner.no_sync()
-            quiet.__enter__()
-            self._quiet.append(quiet)  # it ends when nobody holds it
-            inner.require_forward_param_sync = False  # it lets the first forward send rank 0's buffers
+            # What no_sync() does, for good; and nobody sends rank 0's buffers before the first forward.
+            inner.require_backward_grad_sync = inner.require_forward_param_sync = False
             return
         from accel_shard.backends.ddp_buckets import GradientOrder
 

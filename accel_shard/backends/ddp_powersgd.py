@@ -179,20 +179,21 @@ class PowerSGDMemory:
         used: set[str] = set()
         if not stored:
             return used
-        unfit = []
+        wanted, unfit = list[tuple[str, Shard]](), list[str]()
         for index, places in self._plan().items():
-            errors = {p: key for p in places if (key := f"powersgd.error.{p.name}") in stored}
+            errors = {place: key for place in places if (key := f"powersgd.error.{place.name}") in stored}
             if errors and self.state.use_error_feedback:
-                self.state.error_dict[index] = self._errors(places, errors, stored, read, rank, ranks)
+                wanted += self._take_error(index, errors, stored, read, rank, ranks)
                 used |= set(errors.values())
-            factors = {p: f"powersgd.factor.{p.name}" for p in places if p.rank}
-            if not self.state.warm_start or not any(key in stored for key in factors.values()):
+            factors = {place: key for place in places if (key := f"powersgd.factor.{place.name}") in stored}
+            if not factors or not self.state.warm_start:
                 continue
-            used |= factors.values() & stored.keys()
-            if all(tuple(stored.get(key, ((),))[0]) == (p.columns, p.rank) for p, key in factors.items()):
-                self._take_factors(index, places, stored, read)
+            used |= set(factors.values())
+            if {(p, p.columns, p.rank) for p in places if p.rank} == {(p, *stored[k][0]) for p, k in factors.items()}:
+                wanted += self._take_factors(index, places, factors, stored)
             else:
-                unfit += [p.name for p in factors]
+                unfit += [place.name for place in factors]
+        read(wanted)
         if unfit:
             logger.warning(
                 "PowerSGD begins its factors anew for %d parameters (first: %s): the snapshot's are of another "
@@ -201,40 +202,35 @@ class PowerSGDMemory:
             )  # fmt: skip
         return used
 
-    def _errors(
-        self, places: list[_Place], keys: Mapping[_Place, str], stored: Mapping[str, StateShape],
+    def _take_error(
+        self, index: int, keys: Mapping[_Place, str], stored: Mapping[str, StateShape],
         read: Callable[[Iterable[tuple[str, Shard]]], None], rank: int, ranks: int,
-    ) -> torch.Tensor:  # fmt: skip
-        """Return a bucket's error: this rank's of then, or the mean of all ranks' if there were more or fewer."""
-        dtype = stored[next(iter(keys.values()))][1]
-        error = torch.zeros(places[-1].stop, dtype=dtype, device=self._device())
-        for place, key in keys.items():
-            shape, _ = stored[key]
-            mine = error[place.start : place.stop].view(1, *place.shape)
-            if shape[0] == ranks:
-                read([(key, row_of(mine, rank, ranks))])
-                continue
-            total, row = torch.zeros_like(mine), torch.empty_like(mine)
-            for number in range(shape[0]):
-                read([(key, row_of(row, number, shape[0]))])
-                total += row
-            mine.copy_(total / shape[0])
-        return error
+    ) -> list[tuple[str, Shard]]:  # fmt: skip
+        """Make a bucket's error, and return what of it is still to be read: this rank's; the mean is made here."""
+        former, dtype = stored[next(iter(keys.values()))][0][0], stored[next(iter(keys.values()))][1]
+        size = max(place.stop for place in self._plan()[index])
+        every = torch.zeros(1 if former == ranks else former, size, dtype=dtype, device=self._device())
+        cut = {key: every[:, place.start : place.stop].view(len(every), *place.shape) for place, key in keys.items()}
+        self.state.error_dict[index] = every[0]
+        if former == ranks:
+            return [(key, row_of(row, rank, ranks)) for key, row in cut.items()]
+        read((key, Shard.whole(rows)) for key, rows in cut.items())
+        self.state.error_dict[index] = every.mean(0)
+        return []
 
     def _take_factors(
-        self, index: int, places: list[_Place], stored: Mapping[str, StateShape],
-        read: Callable[[Iterable[tuple[str, Shard]]], None],
-    ) -> None:  # fmt: skip
-        factors = list(_factors(places))
-        dtype = stored[f"powersgd.factor.{factors[0][0].name}"][1]
-        memory = torch.empty(factors[-1][2], dtype=dtype, device=self._device())
-        read(
-            (f"powersgd.factor.{place.name}", Shard.whole(memory[start:stop].view(place.columns, place.rank)))
-            for place, start, stop in factors
-        )
+        self, index: int, places: list[_Place], keys: Mapping[_Place, str], stored: Mapping[str, StateShape]
+    ) -> list[tuple[str, Shard]]:
+        """Make a bucket's factors, and return what is to be read."""
+        found, dtype = list(_factors(places)), stored[next(iter(keys.values()))][1]
+        memory = torch.empty(found[-1][2], dtype=dtype, device=self._device())
+        others = sum(place.rows * place.rank for place, _, _ in found)
         self.state.q_memory_dict[index] = memory
-        others = sum(place.rows * place.rank for place, _, _ in factors)
         self.state.p_memory_dict[index] = torch.empty(others, dtype=dtype, device=self._device())
+        return [
+            (keys[place], Shard.whole(memory[start:stop].view(place.columns, place.rank)))
+            for place, start, stop in found
+        ]
 
     def _device(self) -> torch.device:
         device: torch.device = next(p.device for p in self._model.module.parameters() if p.requires_grad)

@@ -98,9 +98,11 @@ def compressed_leg(
     return losses, run.weights(), found, list(said)
 
 
-def test_powersgd_goes_on_bit_for_bit(two_ranks: RankPool, tmp_path: Path) -> None:
-    straight = two_ranks.run(compressed_leg, str(tmp_path), range(STEPS), STOP)
-    resumed = two_ranks.run(compressed_leg, str(tmp_path), range(STOP, STEPS))
+@pytest.mark.parametrize("preset", ["ddp", "ddp_sharded"])
+def test_powersgd_goes_on_bit_for_bit(preset: str, two_ranks: RankPool, tmp_path: Path) -> None:
+    line = f"{preset},gradient_compression=powersgd"
+    straight = two_ranks.run(compressed_leg, str(tmp_path), range(STEPS), STOP, line)
+    resumed = two_ranks.run(compressed_leg, str(tmp_path), range(STOP, STEPS), None, line)
     for (losses, weights, left, _), (again, reached, found, said) in zip(straight, resumed, strict=True):
         assert again == losses[STOP:]
         assert all(torch.equal(weights[name], reached[name]) for name in weights)
@@ -193,6 +195,22 @@ def test_other_parameters_than_the_memory_is_of(two_ranks: RankPool, tmp_path: P
     two_ranks.run(compressed_leg, str(tmp_path), range(STOP), STOP)
     with pytest.raises(RankError, match="run trained other parameters, so that what PowerSGD kept"):
         two_ranks.run(frozen_differently, str(tmp_path))
+
+
+def hanging() -> None:
+    with unittest.mock.patch("accel_shard.backends.ddp_powersgd.OneBucketAtATime.of", lambda handler: handler):
+        run = Compressed()
+    run.train(range(10 * STEPS))
+
+
+def test_upstreams_hook_hangs_on_gloo_with_several_buckets() -> None:
+    pool = RankPool(2)
+    try:
+        pool.run(dist.get_rank)  # the ranks are up, so that the limit is for training alone
+        with pytest.raises(TimeoutError, match="unpack_uncompressed_tensors_and_allreduce_ps"):
+            pool.run(hanging, limit=25)
+    finally:
+        pool.stop()
 
 
 # ---- 16 bits on the wire ---------------------------------------------------------------------------------------
