@@ -13,7 +13,7 @@ from accelerate.utils import DistributedDataParallelKwargs
 from listening import listening
 from rank_pool import RankError, RankPool
 
-from accel_shard import Checkpointer, ShardingPolicy
+from accel_shard import Checkpointer, ShardingPolicy, UnsupportedPolicyError
 from accel_shard.backends.ddp import DDPBackend
 from accel_shard.backends.ddp_powersgd import PowerSGDMemory
 from accel_shard.checkpoint.snapshot import Snapshot
@@ -238,3 +238,16 @@ def halved() -> tuple[bool, bool]:
 
 def test_fp16_compression_is_a_sum_in_fp16(two_ranks: RankPool) -> None:
     assert two_ranks.run(halved) == [(True, True)] * 2
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("ddp,gradient_compression=fp16", "gradient_compression 'fp16' has no TrainingArguments field. Use .* 'none'"),
+        ("ddp_sharded,gradient_reduce=owner", "gradient_reduce 'owner' has no TrainingArguments field. Use .* 'all'"),
+        ("ddp,local_sgd=4", "local_sgd 4 has no TrainingArguments field. Use local_sgd 1, or a loop with"),
+    ],
+)
+def test_what_trainer_cannot_be_told_is_an_error(line: str, words: str) -> None:
+    with pytest.raises(UnsupportedPolicyError, match=words):
+        DDPBackend(ShardingPolicy.load(line)).training_arguments(rehearsing=True, batch_size=1)
