@@ -128,6 +128,29 @@ def test_on_four_ranks_and_at_the_end_of_training(four_ranks: RankPool) -> None:
         assert float((theirs["0.weight"] - mean).abs().max()) < 1e-6
 
 
+def by_accelerates_own() -> dict[str, torch.Tensor]:
+    from accelerate import Accelerator
+    from accelerate.local_sgd import LocalSGD
+
+    accelerator = Accelerator(cpu=True)
+    model: Any = tower()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=PERIOD) as local:
+        for step in range(2 * PERIOD):
+            x, y = rows(step, 0, dist.get_rank(), dist.get_world_size())
+            accelerator.backward(torch.nn.functional.mse_loss(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+            local.step()
+    return {name: t.clone() for name, t in accelerator.unwrap_model(model).state_dict().items()}
+
+
+def test_it_is_what_accelerates_own_class_does(two_ranks: RankPool) -> None:
+    wanted = two_ranks.run(by_accelerates_own)
+    for one, other in zip(wanted, two_ranks.run(trained, f"ddp,local_sgd={PERIOD}", 2 * PERIOD), strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in one)
+
+
 def gathered() -> tuple[int, int, int]:
     """How many elements are averaged in the steps, and what a forward and backward of this model sends beside."""
     run, counted, kept = Run(), [0], dist.all_reduce
