@@ -104,6 +104,7 @@ class PolicyAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships 
         self.policy, self.prepared, self.config_changes = policy, None, {}
         self.backend: Backend = backend_for(policy)
         self._trained: list[torch.nn.Module] = []
+        self._with_hooks: list[Any] = []
         self._clipped = self._loader_seen = False
         self.before_end: list[Callable[[], None]] = []
         self._loaders_given: list[tuple[Any, Any]] = []
@@ -168,7 +169,10 @@ class PolicyAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships 
             logger.info("prepared [%s]: %s", self.policy.to_line(), self.prepared, main_process_only=True)
         for optimizer in optimizers:
             attach(getattr(optimizer, "optimizer", None), self._trained[-1] if self._trained else None, self.policy)
-            self._clip_at_step(optimizer)
+            if not any(optimizer is known for known in self._with_hooks):  # else it was prepared before
+                self._with_hooks.append(optimizer)
+                self._clip_at_step(optimizer)
+                self.backend.after_prepare_optimizer(self, getattr(optimizer, "optimizer", optimizer))
         return result
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
@@ -195,13 +199,13 @@ class PolicyAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships 
         """Save as ``Accelerator.save_state``; refused where it would save a part only.
 
         Raises:
-            PolicyError: with ``shard: optimizer`` on DDP, where it keeps rank 0's share of the optimizer state.
+            PolicyError: with ``shard: optimizer`` on DDP, or ``local_sgd``: it keeps rank 0's optimizer state.
         """
-        if is_asked_for(self.policy):
-            raise PolicyError(
-                "Accelerate's save_state keeps rank 0's share of an optimizer state that is shared out. Use "
-                "accel_shard.Checkpointer."
+        if is_asked_for(self.policy) or self.policy.local_sgd > 1:
+            what = (
+                "share of an optimizer state that is shared out" if is_asked_for(self.policy) else "own training state"
             )
+            raise PolicyError(f"Accelerate's save_state keeps rank 0's {what}. Use accel_shard.Checkpointer.")
         saved: str = super().save_state(*args, **kwargs)
         return saved
 

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from accel_shard.errors import PolicyError, UnsupportedPolicyError
-from accel_shard.policy import SHARD, ShardingPolicy
+from accel_shard.policy import ShardingPolicy
+from accel_shard.vocabulary import SHARD
 
 __all__ = ["POLICY_VARIABLE", "deepspeed_file", "fields_from_launch", "policy_from_environment", "refuse_other_launch"]
 

@@ -21,6 +21,7 @@ _SHARD: Final[Mapping[str, str]] = {
 
 _MEANS: Final[Mapping[str, str]] = {
     "ddp": "torch DistributedDataParallel: all-reduce of gradients, overlapped with backward",
+    "local": "torch DistributedDataParallel, whose gradients stay where they are",
     "fsdp1": "torch FullyShardedDataParallel with use_orig_params: all-gather weights, reduce-scatter gradients",
     "fsdp": "torch fully_shard on DTensors: all-gather weights, reduce-scatter gradients",
     "deepspeed": "DeepSpeed ZeRO stage {stage}",
@@ -84,10 +85,11 @@ def _words(policy: ShardingPolicy, name: str, value: object) -> str:
     """Say one field in words; empty where the value says it all."""
     engine = policy.backend == "deepspeed"
     words: dict[str, str] = {
-        "backend": _MEANS[policy.backend].format(stage=policy.zero_stage),
+        "backend": _MEANS["local" if policy.local_sgd > 1 else policy.backend].format(stage=policy.zero_stage),
         "shard": _SHARD[policy.shard] + _keeps(policy),
         "replicas": "one sharded copy over all ranks" if policy.replicas == 1 else f"{value} sharded copies (HSDP)",
-        "precision.master": "dtype of the copy that the optimizer updates",
+        "precision.master": "dtype of the copy that the optimizer updates"
+        + ("; each rank has its share of it, and the weights are in precision.reduce" if policy.masters_apart else ""),
         "precision.compute": _compute(policy),
         "precision.reduce": "gradients travel and are summed in it",
         "precision.save": "exported weights",
@@ -101,6 +103,8 @@ def _words(policy: ShardingPolicy, name: str, value: object) -> str:
         else ("off; 0.0 is written into the DeepSpeed config, which would clip at 1.0" if engine else "off"),
         "gradient_accumulation_steps": "micro-batches an optimizer step"
         + (", gradients reduced at each" if policy.shard in ("gradients", "parameters") else ""),
+        "gradient_reduce": "each gradient goes to the rank that updates it only" if value == "owner" else "",
+        "local_sgd": _local(policy),
         "global_batch_size": "checked against the loader" if value is not None else "whatever the loader gives",
     }
     return words.get(name, "")
@@ -122,6 +126,13 @@ def _compute(policy: ShardingPolicy) -> str:
         return "that of the masters"
     means = {"ddp": "autocast", "fsdp": "weights are cast when gathered", "fsdp1": "weights are cast when gathered"}
     return means.get(policy.backend, "a low-precision copy of the weights beside the masters")
+
+
+def _local(policy: ShardingPolicy) -> str:
+    if policy.local_sgd == 1:
+        return "off"
+    clips = "; each rank clips by the norm of its own gradients" if policy.gradient_clipping is not None else ""
+    return f"steps that each rank does by itself; then all average their weights, not the optimizer's state{clips}"
 
 
 def _wrap(policy: ShardingPolicy) -> str:

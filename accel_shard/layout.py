@@ -24,6 +24,7 @@ __all__ = [
     "ShardsState",
     "boxes_of_range",
     "overlaps",
+    "row_of",
     "split_state_key",
     "state_key",
     "subtract",
@@ -231,6 +232,8 @@ class Layout:
         scalars: parameter name -> state name -> zero-dimensional tensor or plain number.
         groups: parameter groups in the optimizer's order: ``params`` (names) and hyperparameters.
         aliases: further names of tied weights -> the name under which the weight is listed.
+        own: what a snapshot keeps beside all that, because ranks differ in it, as a row for each rank; or because only
+            the saving run's kind of communication has it.
     """
 
     weights: dict[str, Shard] = field(default_factory=dict)
@@ -239,9 +242,13 @@ class Layout:
     scalars: dict[str, dict[str, Any]] = field(default_factory=dict)
     groups: list[dict[str, Any]] = field(default_factory=list)
     aliases: dict[str, str] = field(default_factory=dict)
+    own: dict[str, Shard] = field(default_factory=dict)
 
     def tensors(self) -> Iterator[tuple[str, Shard]]:
-        """Yield every shard under its key in a snapshot: ``model.NAME``, ``buffer.NAME``, ``optim.NAME.STATE``."""
+        """Yield every shard under its key in a snapshot.
+
+        ``model.NAME``, ``buffer.NAME``, ``optim.NAME.STATE``, and ``own.KEY``.
+        """
         for name, shard in self.weights.items():
             yield f"model.{name}", shard
         for name, shard in self.buffers.items():
@@ -249,6 +256,8 @@ class Layout:
         for name, states in self.states.items():
             for state, shard in states.items():
                 yield state_key(name, state), shard
+        for key, shard in self.own.items():
+            yield f"own.{key}", shard
 
 
 @runtime_checkable
@@ -276,6 +285,13 @@ class ShardsState(Protocol):
     def master_dtypes(self) -> frozenset[torch.dtype]:
         """Return the dtypes of what is updated. Local."""
         ...
+
+
+def row_of(row: torch.Tensor, rank: int, ranks: int) -> Shard:
+    """Describe what one rank has of a tensor with a row for each, as the row ``(1, ...)``."""
+    rest = tuple(row.shape[1:])
+    box = Box((rank, *(0,) * len(rest)), (1, *rest))
+    return Shard((ranks, *rest), row.dtype, ((box, row.detach()),))
 
 
 def state_key(name: str, state: str) -> str:

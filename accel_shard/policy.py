@@ -15,6 +15,18 @@ from typing import TYPE_CHECKING, Any, Final
 
 from accel_shard.errors import PolicyError, UnsupportedPolicyError, unknown_name
 from accel_shard.support import find_refusal
+from accel_shard.vocabulary import (
+    BACKEND,
+    COMPRESSION,
+    DTYPES,
+    OFFLOAD,
+    REDUCE,
+    SHARD,
+    choose,
+    parse_clipping,
+    parse_wrap,
+    positive,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -23,12 +35,6 @@ if TYPE_CHECKING:
     from accel_shard.accelerator import PolicyAccelerator
 
 __all__ = ["PRESETS", "Precision", "ShardingPolicy"]
-
-SHARD: Final = ("none", "optimizer", "gradients", "parameters")
-BACKEND: Final = ("auto", "ddp", "fsdp", "fsdp1", "deepspeed")
-DTYPES: Final = ("fp32", "bf16", "fp16")
-OFFLOAD: Final = ("none", "optimizer", "parameters")
-COMPRESSION: Final = ("none", "fp16", "bf16", "powersgd")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +55,7 @@ class Precision:
 
     def __post_init__(self) -> None:
         for item in dataclasses.fields(self):
-            _choose(f"precision.{item.name}", getattr(self, item.name), DTYPES)
+            choose(f"precision.{item.name}", getattr(self, item.name), DTYPES)
         if self.master == "fp16":
             raise PolicyError("precision.master is 'fp16': updates underflow in it. Allowed: fp32, bf16.")
         if self.master == "bf16" and (self.compute, self.reduce) != ("bf16", "bf16"):
@@ -76,7 +82,7 @@ class Precision:
                 if key not in names:
                     raise PolicyError(unknown_name("precision key", str(key), names))
             return cls(**value)
-        return cls(compute=_choose("precision", value, DTYPES))
+        return cls(compute=choose("precision", value, DTYPES))
 
     def plain(self) -> str | dict[str, str]:
         """Return the shortest form that :meth:`parse` reads back as this object."""
@@ -106,7 +112,11 @@ class ShardingPolicy:
         gradient_clipping: largest global norm of the gradients; None is off.
         gradient_accumulation_steps: micro-batches in one optimizer step.
         global_batch_size: samples in one optimizer step over all ranks; None leaves it to the loader.
+        gradient_reduce: who gets a gradient with ``shard: optimizer`` on DDP: ``all`` ranks, or only the ``owner`` that
+            updates its weight, which sends a third less.
         gradient_compression: DDP communication hook: ``none``, ``fp16``, ``bf16`` or ``powersgd``.
+        local_sgd: optimizer steps that each rank does by itself before the ranks average their weights; 1 averages
+            gradients at each step, as DDP does.
 
     Raises:
         PolicyError: for a value outside its vocabulary.
@@ -127,23 +137,26 @@ class ShardingPolicy:
     gradient_clipping: float | None = None
     gradient_accumulation_steps: int = 1
     global_batch_size: int | None = None
+    gradient_reduce: str = "all"
     gradient_compression: str = "none"
+    local_sgd: int = 1
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "precision", Precision.parse(self.precision))
-        object.__setattr__(self, "wrap", _parse_wrap(self.wrap))
-        _choose("shard", self.shard, SHARD)
-        _choose("backend", self.backend, BACKEND)
-        _choose("offload", self.offload, OFFLOAD)
-        _choose("gradient_compression", self.gradient_compression, COMPRESSION)
-        for name in ("replicas", "tensor_parallel", "context_parallel", "gradient_accumulation_steps"):
-            _positive(name, getattr(self, name))
+        object.__setattr__(self, "wrap", parse_wrap(self.wrap))
+        choose("shard", self.shard, SHARD)
+        choose("backend", self.backend, BACKEND)
+        choose("offload", self.offload, OFFLOAD)
+        choose("gradient_reduce", self.gradient_reduce, REDUCE)
+        choose("gradient_compression", self.gradient_compression, COMPRESSION)
+        for name in ("replicas", "tensor_parallel", "context_parallel", "gradient_accumulation_steps", "local_sgd"):
+            positive(name, getattr(self, name))
         if self.global_batch_size is not None:
-            _positive("global_batch_size", self.global_batch_size)
+            positive("global_batch_size", self.global_batch_size)
         for name in ("activation_checkpointing", "compile"):
             if not isinstance(getattr(self, name), bool):
                 raise PolicyError(f"{name} is {getattr(self, name)!r}. Allowed: true, false.")
-        object.__setattr__(self, "gradient_clipping", _parse_clipping(self.gradient_clipping))
+        object.__setattr__(self, "gradient_clipping", parse_clipping(self.gradient_clipping))
         if self.offload_path is not None and self.offload == "none":
             raise PolicyError("offload_path is set but offload is 'none'. Set offload to optimizer or parameters.")
         if self.backend == "auto":
@@ -175,6 +188,12 @@ class ShardingPolicy:
         """The four dtypes, whatever form ``precision`` was given in."""
         assert isinstance(self.precision, Precision)
         return self.precision
+
+    @property
+    def masters_apart(self) -> bool:
+        """Whether weights on DDP are copies of masters that are shared out: gradients, so weights, of a lower dtype."""
+        sharded = self.backend == "ddp" and self.shard == "optimizer"
+        return sharded and self.dtypes.master != self.dtypes.reduce
 
     @property
     def zero_stage(self) -> int:
@@ -284,20 +303,30 @@ class ShardingPolicy:
 
         return PolicyAccelerator(self, **arguments)
 
-    def optimizer(self, params: Any, kind: Callable[..., torch.optim.Optimizer], **settings: Any) -> Any:
+    def optimizer(
+        self, params: Any, kind: Callable[..., torch.optim.Optimizer], *, reduce: str | None = None, **settings: Any
+    ) -> Any:
         """Build an optimizer that shards its state as this policy says; local.
 
         ``kind(params, **settings)``, or with ``shard: optimizer`` on DDP a
         :class:`~accel_shard.ShardedOptimizer` that runs it. ``PolicyAccelerator.prepare`` makes one of a plain
         optimizer too; HF Trainer does not, and must be given this one.
-        """
-        from accel_shard.optim.sharded import ShardedOptimizer
-        from accel_shard.optim.under_policy import is_asked_for, master_of
 
-        if not is_asked_for(self):
+        Args:
+            params: parameters, or groups of them.
+            kind: a class, or a factory.
+            reduce: as the field ``gradient_reduce``, which counts if this is None.
+            **settings: what ``kind`` takes beside the parameters.
+
+        Raises:
+            PolicyError: for ``reduce`` where nothing is shared out by the optimizer, or against the field.
+        """
+        from accel_shard.optim.under_policy import is_asked_for, make
+
+        if not is_asked_for(self) and reduce is None:
             return kind(params, **settings)
 
-        return ShardedOptimizer(params, kind, master=master_of(self), **settings)
+        return make(self, params, kind, reduce, settings)
 
     def training_arguments(self, **arguments: Any) -> TrainingArguments:
         """Build ``transformers.TrainingArguments`` that do what this policy says. Every rank must call it."""
@@ -366,34 +395,3 @@ def _parse_assignment(part: str) -> tuple[str, Any]:
     if name.strip() == "wrap" and not text.isdigit():
         return "wrap", text.split("+") if text != "auto" else "auto"
     return name.strip(), yaml.safe_load(text)
-
-
-def _choose(name: str, value: object, allowed: tuple[str, ...]) -> str:
-    if not isinstance(value, str) or value not in allowed:
-        raise PolicyError(unknown_name(name, str(value), allowed))
-    return value
-
-
-def _positive(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise PolicyError(f"{name} is {value!r}. Allowed: whole numbers from 1 on.")
-
-
-def _parse_wrap(value: object) -> str | tuple[str, ...] | int:
-    if value == "auto":
-        return "auto"
-    if isinstance(value, str):
-        value = (value,)
-    if isinstance(value, (list, tuple)) and value and all(isinstance(v, str) and v.isidentifier() for v in value):
-        return tuple(value)
-    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-        return value
-    raise PolicyError(f"wrap is {value!r}. Allowed: 'auto', class names, or a number of parameters above 0.")
-
-
-def _parse_clipping(value: object) -> float | None:
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
-        raise PolicyError(f"gradient_clipping is {value!r}. Allowed: a number above 0, or null for off.")
-    return float(value)

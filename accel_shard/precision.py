@@ -21,11 +21,14 @@ def dtype_name(dtype: torch.dtype) -> str:
 def cast_masters(model: torch.nn.Module, policy: ShardingPolicy) -> None:
     """Give every trainable weight the policy's master dtype, in place, keeping the ``Parameter`` objects.
 
+    Where masters live apart from the weights (``policy.masters_apart``) these get the dtype of ``reduce``, and masters
+    are made from them, rounded as they are: DeepSpeed does so too.
+
     Accelerate's DDP trains a model that was loaded in bf16 with bf16 masters, its FSDP upcasts only if mixed precision
     is on, and DeepSpeed follows yet another rule. Frozen weights keep their dtype, except under FSDP1, whose flat
     parameters must be of one dtype. Local: communicates nothing.
     """
-    master = DTYPES[policy.dtypes.master]
+    master = DTYPES[policy.dtypes.reduce if policy.masters_apart else policy.dtypes.master]
     for parameter in model.parameters():
         casts = parameter.requires_grad or policy.backend == "fsdp1"
         if hasattr(parameter, "ds_id"):  # made under zero.Init: a partition already, DeepSpeed makes its masters

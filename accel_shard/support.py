@@ -35,7 +35,9 @@ FIELDS: Final = (
     "gradient_clipping",
     "gradient_accumulation_steps",
     "global_batch_size",
+    "gradient_reduce",
     "gradient_compression",
+    "local_sgd",
 )
 
 ANY: Final = "anything but the default"
@@ -50,7 +52,9 @@ DEFAULTS: Final[Mapping[str, object]] = {
     "offload_path": None,
     "activation_checkpointing": False,
     "compile": False,
+    "gradient_reduce": "all",
     "gradient_compression": "none",
+    "local_sgd": 1,
 }
 
 
@@ -160,10 +164,27 @@ REFUSALS: Final[tuple[Refusal, ...]] = (
     Refusal(
         field="precision.reduce",
         backends=("ddp",),
-        values=("bf16", "fp16"),
-        when={"precision.master": ("fp32",)},
-        reason="DDP reduces gradients in the dtype of the weights; fewer bytes are had by gradient_compression",
+        values=("fp16",),
+        reason="DDP reduces gradients in the dtype of the weights, and torch unscales no fp16 gradients; fewer bytes "
+        "are had by gradient_compression",
         instead={"precision.reduce": "fp32"},
+    ),
+    Refusal(
+        field="precision.reduce",
+        backends=("ddp",),
+        values=("bf16",),
+        when={"precision.master": ("fp32",), "shard": ("none",)},
+        reason="DDP reduces gradients in the dtype of the weights, which here are the masters; fewer bytes are had by "
+        "gradient_compression, or with masters apart: shard 'optimizer'",
+        instead={"precision.reduce": "fp32"},
+    ),
+    Refusal(
+        field="precision.reduce",
+        backends=("ddp",),
+        values=("bf16",),
+        when={"precision.master": ("fp32",), "precision.compute": ("fp32", "fp16")},
+        reason="DDP reduces gradients in the dtype of the weights, and weights of bf16 compute in bf16",
+        instead={"precision.compute": "bf16"},
     ),
     Refusal(
         field="precision.reduce",
@@ -228,10 +249,70 @@ REFUSALS: Final[tuple[Refusal, ...]] = (
         instead={"shard": "parameters"},
     ),
     Refusal(
+        field="gradient_reduce",
+        backends=_FSDP,
+        reason="FSDP sends each gradient to the rank that updates it as it is",
+        instead={"gradient_reduce": "all"},
+    ),
+    Refusal(
+        field="gradient_reduce",
+        backends=("deepspeed",),
+        reason="DeepSpeed decides by the ZeRO stage who gets a gradient",
+        instead={"gradient_reduce": "all"},
+    ),
+    Refusal(
+        field="gradient_reduce",
+        backends=("ddp",),
+        when={"shard": ("none",)},
+        reason="every rank updates every weight, and needs its gradient",
+        instead={"shard": "optimizer"},
+    ),
+    Refusal(
+        field="gradient_reduce",
+        backends=("ddp",),
+        when={"gradient_compression": ("fp16", "bf16", "powersgd")},
+        reason="each is a communication hook, and DDP has one",
+        instead={"gradient_compression": "none"},
+    ),
+    Refusal(
+        field="gradient_reduce",
+        backends=("ddp",),
+        when={"precision.compute": ("fp16",)},
+        reason="a rank would see what overflowed in its own share only",
+        instead={"gradient_reduce": "all"},
+    ),
+    Refusal(
         field="gradient_compression",
         backends=(*_FSDP, "deepspeed"),
         reason="compression hooks exist for DDP only; here the dtype on the wire is precision.reduce",
         instead={"gradient_compression": "none"},
+    ),
+    Refusal(
+        field="local_sgd",
+        backends=(*_FSDP, "deepspeed"),
+        reason="ranks that train by themselves each need all weights and all of the optimizer state",
+        instead={"local_sgd": 1},
+    ),
+    Refusal(
+        field="local_sgd",
+        backends=("ddp",),
+        when={"shard": ("optimizer",)},
+        reason="a rank that trains by itself needs all of the optimizer state",
+        instead={"local_sgd": 1},
+    ),
+    Refusal(
+        field="local_sgd",
+        backends=("ddp",),
+        when={"gradient_compression": ("fp16", "bf16", "powersgd")},
+        reason="no gradients are sent, so there is nothing to compress",
+        instead={"gradient_compression": "none"},
+    ),
+    Refusal(
+        field="local_sgd",
+        backends=("ddp",),
+        when={"precision.compute": ("fp16",)},
+        reason="each rank would scale its loss by another number and skip other steps",
+        instead={"precision.compute": "bf16"},
     ),
 )
 

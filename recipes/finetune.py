@@ -72,6 +72,7 @@ class Arguments:
     adam_beta2: float = option(0.95, "decay of the mean of squared gradients")
     adam_epsilon: float = option(1e-8, "added to the root of the latter")
     max_grad_norm: float | None = option(None, "clip the global norm; 0 = off; default: the policy's, or 1.0")
+    gradient_reduce: str | None = option(None, "all, or owner: with policy ddp_sharded; default: the policy's, or all")
     # Reports
     eval_steps: int = option(50, "optimizer steps between evaluations; one comes before the first, one after the last")
     logging_steps: int = option(1, "optimizer steps between lines of metrics")
@@ -102,7 +103,10 @@ def build_policy(args: Arguments) -> ShardingPolicy:
     """Return what the launch config or ``--policy`` says, with this script's clipping where they say nothing."""
     accumulation, clipping = args.gradient_accumulation_steps, args.max_grad_norm
     policy = ShardingPolicy.from_environment(
-        args.policy, gradient_accumulation_steps=accumulation, gradient_clipping=clipping or None
+        args.policy,
+        gradient_accumulation_steps=accumulation,
+        gradient_clipping=clipping or None,
+        gradient_reduce=args.gradient_reduce,
     )
     if policy.gradient_clipping is None and clipping is None:
         return policy.replace(gradient_clipping=1.0)

@@ -26,6 +26,12 @@ def two_ranks() -> Iterator[RankPool]:
 
 
 @pytest.fixture(scope="session")
+def three_ranks() -> Iterator[RankPool]:
+    """Three connected ranks: two add up to the same in any order, and four halve everything evenly."""
+    yield from _pool(3)
+
+
+@pytest.fixture(scope="session")
 def four_ranks() -> Iterator[RankPool]:
     """Four connected ranks."""
     yield from _pool(4)
@@ -33,6 +39,6 @@ def four_ranks() -> Iterator[RankPool]:
 
 @pytest.fixture
 def ranks(request: pytest.FixtureRequest) -> RankPool:
-    """The pool of as many ranks as the test's parameter says: 2 or 4."""
-    pool: RankPool = request.getfixturevalue({2: "two_ranks", 4: "four_ranks"}[request.param])
+    """The pool of as many ranks as the test's parameter says: 2, 3 or 4."""
+    pool: RankPool = request.getfixturevalue({2: "two_ranks", 3: "three_ranks", 4: "four_ranks"}[request.param])
     return pool

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
     from accel_shard.backends.parameter_layout import StateShape
-    from accel_shard.layout import Layout
+    from accel_shard.layout import Layout, Shard
 
 __all__ = ["Backend", "Prepared"]
 
@@ -78,6 +78,9 @@ class Backend(abc.ABC):
     def after_prepare(self, accelerator: Accelerator, model: torch.nn.Module) -> None:  # noqa: B027
         """Give a prepared model what the backend leaves out."""
 
+    def after_prepare_optimizer(self, accelerator: Accelerator, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027
+        """Give the torch optimizer inside a prepared one what the backend leaves out. Every rank must call it."""
+
     @abc.abstractmethod
     def inspect(self, accelerator: Accelerator, model: torch.nn.Module, optimizer: Any) -> Prepared:
         """Read from prepared objects what this rank holds. Local: communicates nothing."""
@@ -104,6 +107,35 @@ class Backend(abc.ABC):
 
         Every rank must call it: FSDP1 gathers the sizes of its ranges. The shards are views of live memory.
         """
+
+    def snapshot_layout(self, accelerator: Accelerator, model: torch.nn.Module, optimizer: Any) -> Layout:
+        """Describe what a snapshot of this moment holds: :meth:`layout`, and what ranks have of their own.
+
+        Every rank must call it. Unlike those of :meth:`layout` its shards may be copies.
+        """
+        return self.layout(accelerator, model, optimizer)
+
+    def take_own(
+        self,
+        accelerator: Accelerator,
+        model: torch.nn.Module,
+        optimizer: Any,
+        stored: Mapping[str, StateShape],
+        read: Callable[[Iterable[tuple[str, Shard]]], None],
+    ) -> set[str]:
+        """Take over ``Layout.own`` of a snapshot, after everything else of it. Local.
+
+        Args:
+            accelerator: that prepared the model.
+            model: the prepared model.
+            optimizer: its prepared optimizer.
+            stored: keys with shapes and dtypes.
+            read: fills shards of these keys.
+
+        Returns:
+            The keys that were of use here; what else there is, is left.
+        """
+        return set()
 
     def named_module(self, accelerator: Accelerator, model: torch.nn.Module) -> torch.nn.Module:
         """Return the module in a prepared model whose parameters have the user's names, up to canonical ones."""

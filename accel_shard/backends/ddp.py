@@ -6,7 +6,7 @@ With ``shard: optimizer`` each rank holds a share of the optimizer's state, in a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from accel_shard.backends.base import Backend, Prepared
@@ -15,9 +15,11 @@ if TYPE_CHECKING:
     import torch
     from accelerate import Accelerator
 
+    from accel_shard.backends.ddp_averaging import WeightAveraging
     from accel_shard.backends.ddp_buckets import GradientOrder
+    from accel_shard.backends.ddp_powersgd import PowerSGDMemory
     from accel_shard.backends.parameter_layout import StateShape
-    from accel_shard.layout import Layout
+    from accel_shard.layout import Layout, Shard
 
 __all__ = ["DDPBackend"]
 
@@ -28,6 +30,8 @@ class DDPBackend(Backend):
     distributed_types = ("MULTI_CPU", "MULTI_GPU", "MULTI_XPU", "MULTI_NPU", "MULTI_MLU", "MULTI_HPU", "NO")
     kind = "DDP"
     _order: GradientOrder | None = None
+    _memory: PowerSGDMemory | None = None
+    _averaging: WeightAveraging | None = None
 
     def launch_config(self) -> dict[str, Any]:
         """Return the keys of an accelerate config file that say this policy."""
@@ -51,14 +55,23 @@ class DDPBackend(Backend):
 
     def training_arguments(self, *, rehearsing: bool, batch_size: int) -> dict[str, Any]:
         """Return the fields of ``TrainingArguments``: DDP needs none of its own."""
-        if self.policy.gradient_compression != "none":
-            from accel_shard.errors import UnsupportedPolicyError
+        for name, default in (("gradient_compression", "none"), ("gradient_reduce", "all"), ("local_sgd", 1)):
+            value = getattr(self.policy, name)
+            if value != default:
+                from accel_shard.errors import UnsupportedPolicyError
 
-            raise UnsupportedPolicyError(
-                f"gradient_compression {self.policy.gradient_compression!r} has no TrainingArguments field. "
-                "Use gradient_compression 'none', or a loop with policy.accelerator()."
-            )
+                raise UnsupportedPolicyError(
+                    f"{name} {value!r} has no TrainingArguments field. Use {name} {default!r}, or a loop with "
+                    "policy.accelerator()."
+                )
         return {}
+
+    def before_prepare(self, accelerator: Accelerator, model: torch.nn.Module, batch_size: int | None) -> None:
+        """Keep PowerSGD from hanging where gloo carries it."""
+        if self.policy.gradient_compression == "powersgd" and accelerator.device.type == "cpu":
+            from accel_shard.backends.ddp_powersgd import OneBucketAtATime
+
+            accelerator.ddp_handler = OneBucketAtATime.of(accelerator.ddp_handler)
 
     def after_prepare(self, accelerator: Accelerator, model: torch.nn.Module) -> None:
         """Cast at the border of a model that is bf16 throughout; else autocast does it."""
@@ -68,22 +81,86 @@ class DDPBackend(Backend):
             cast_at_the_border(model, "bf16")
         from torch.nn.parallel import DistributedDataParallel
 
+        inner = getattr(model, "_orig_mod", model)
+        if not isinstance(inner, DistributedDataParallel):
+            return
+        if self.policy.local_sgd > 1:
+            # What no_sync() does, for good; and nobody sends rank 0's buffers before the first forward.
+            inner.require_backward_grad_sync = inner.require_forward_param_sync = False
+            return
         from accel_shard.backends.ddp_buckets import GradientOrder
 
-        inner = getattr(model, "_orig_mod", model)
-        # Two ranks add up to the same in any order. PowerSGD would count a backward of zeros as one of its own.
-        matters = accelerator.num_processes > 2 and self.policy.gradient_compression != "powersgd"
-        if matters and isinstance(inner, DistributedDataParallel):
+        powersgd = self.policy.gradient_compression == "powersgd"
+        # Two ranks add up to the same in any order; but PowerSGD keeps something of each bucket.
+        if accelerator.num_processes > 2 or powersgd:
             self._order = GradientOrder(inner)
+        if powersgd:
+            from accel_shard.backends.ddp_powersgd import PowerSGDMemory
+
+            self._memory = PowerSGDMemory(inner)
+
+    def after_prepare_optimizer(self, accelerator: Accelerator, optimizer: torch.optim.Optimizer) -> None:
+        """Average weights now and then, if that is asked for, and before the accelerator ends the training."""
+        if self.policy.local_sgd > 1 and accelerator.num_processes > 1:
+            from accel_shard.backends.ddp_averaging import WeightAveraging
+
+            self._averaging = WeightAveraging(optimizer, self.policy.local_sgd)
+            accelerator.before_end.append(self._averaging.average)
 
     def counters(self, model: torch.nn.Module) -> dict[str, Any]:
-        """Return the order in which gradients come, which decides how they are summed."""
-        return {"gradient_order": self._order.names} if self._order is not None else {}
+        """Return the order in which gradients come, which decides how they are summed, and PowerSGD's counts."""
+        counts: dict[str, Any] = {"gradient_order": self._order.names} if self._order is not None else {}
+        if self._averaging is not None:
+            counts |= self._averaging.counters()
+        return counts | ({"powersgd": self._memory.counters()} if self._memory is not None else {})
 
     def set_counters(self, model: torch.nn.Module, counters: Mapping[str, Any]) -> None:
-        """Form the buckets that the run had; a snapshot of another backend has no such order."""
-        if self._order is not None:
-            self._order.play(counters.get("gradient_order", ()))
+        """Form the buckets that the run had; a snapshot of another backend has no such order.
+
+        Raises:
+            SnapshotError: if buckets that PowerSGD's memory belongs to cannot be formed.
+        """
+        if self._averaging is not None:
+            self._averaging.set_counters(counters)
+        order = counters.get("gradient_order", ())
+        if self._memory is None:
+            if self._order is not None:
+                self._order.play(order)
+            return
+        if self._order is None or "powersgd" not in counters:
+            return  # it would count a backward of zeros as one of its own
+        if not self._order.play(order, times=2) and self._memory.needs_buckets(counters["powersgd"]):
+            from accel_shard.errors import SnapshotError
+
+            raise SnapshotError(
+                "gradient_compression is 'powersgd' and the snapshot's run trained other parameters, so that what "
+                "PowerSGD kept of its buckets fits none of these. Train the same parameters, or start from the "
+                "weights: resume(path, weights_only=True)."
+            )
+        self._memory.set_counters(counters["powersgd"])
+
+    def snapshot_layout(self, accelerator: Accelerator, model: torch.nn.Module, optimizer: Any) -> Layout:
+        """Describe what a snapshot holds: PowerSGD's memory; of ranks that train apart the mean, and each one's own."""
+        layout = self.layout(accelerator, model, optimizer)
+        if self._averaging is not None:
+            return self._averaging.for_snapshot(layout, accelerator.process_index, accelerator.num_processes)
+        if self._memory is not None:
+            layout.own |= self._memory.shards(accelerator.process_index, accelerator.num_processes)
+        return layout
+
+    def take_own(
+        self,
+        accelerator: Accelerator,
+        model: torch.nn.Module,
+        optimizer: Any,
+        stored: Mapping[str, StateShape],
+        read: Callable[[Iterable[tuple[str, Shard]]], None],
+    ) -> set[str]:
+        """Fill PowerSGD's memory, or give this rank the state that it had when the ranks trained apart."""
+        rank, ranks = accelerator.process_index, accelerator.num_processes
+        if self._averaging is not None:
+            return self._averaging.take(self.layout(accelerator, model, optimizer), stored, read, rank, ranks)
+        return self._memory.take(stored, read, rank, ranks) if self._memory is not None else set()
 
     def inspect(self, accelerator: Accelerator, model: torch.nn.Module, optimizer: Any) -> Prepared:
         """Read from prepared objects what this rank holds."""
@@ -129,11 +206,33 @@ class DDPBackend(Backend):
         return 1 if self.policy.shard == "optimizer" else world_size
 
     def whole_weights(self, accelerator: Accelerator, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every weight; nothing is communicated."""
+        """Yield every weight, or its master. Communicates where ranks have parts of masters, or train apart."""
         from accel_shard.names import canonical
 
-        for name, parameter in self.named_module(accelerator, model).named_parameters():
-            yield canonical(name), parameter.detach()
+        named = self.named_module(accelerator, model)
+        masters = self._masters(accelerator, named) if self.policy.masters_apart else {}
+        for name, parameter in named.named_parameters():
+            whole = parameter.detach()
+            if self._averaging is not None and self._averaging.apart:
+                from accel_shard.backends.ddp_averaging import mean_of
+                from accel_shard.layout import Shard
+
+                whole = mean_of(Shard.whole(whole), accelerator.num_processes).parts[0][1]
+            if canonical(name) in masters:
+                whole = _gathered(masters[canonical(name)], whole.device)
+            yield canonical(name), whole
+
+    def _masters(self, accelerator: Accelerator, named: torch.nn.Module) -> dict[str, Shard]:
+        """Return this rank's part of each master that some optimizer keeps."""
+        from accel_shard.layout import Layout, ShardsState
+
+        layout, names = Layout(), _names(named)
+        for prepared in accelerator._optimizers:
+            client = getattr(prepared, "optimizer", prepared)
+            mine = all(id(p) in names for group in client.param_groups for p in group["params"])
+            if mine and isinstance(client, ShardsState):
+                client.describe_state(layout, names)
+        return layout.weights
 
     def layout(self, accelerator: Accelerator, model: torch.nn.Module, optimizer: Any) -> Layout:
         """Describe what this rank holds: all of it, or of the optimizer's state its share."""
@@ -183,6 +282,19 @@ class DDPBackend(Backend):
         import torch
 
         return torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+
+
+def _gathered(shard: Shard, device: torch.device) -> torch.Tensor:
+    """Return a whole tensor of which each element is on one rank. Every rank must call it; it sums the tensor."""
+    import torch
+    import torch.distributed as dist
+
+    whole = torch.zeros(shard.shape, dtype=shard.dtype, device=device)
+    for box, part in shard.parts:
+        whole[box.slices()] = part
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(whole)
+    return whole
 
 
 def _names(model: torch.nn.Module) -> dict[int, str]:

@@ -36,19 +36,31 @@ class GradientOrder:
 
         return note
 
-    def play(self, names: Sequence[str]) -> None:
-        """Form the buckets as a backward in this order would. Every rank must call it; it sums zeros over the ranks."""
+    def play(self, names: Sequence[str], *, times: int = 1) -> bool:
+        """Form the buckets as a backward in this order would. Every rank must call it; it sums zeros over the ranks.
+
+        Args:
+            names: of all parameters that train.
+            times: backwards; DDP forms the buckets when the second begins.
+
+        Returns:
+            Whether it is done; False for another model, or a part of it, whose order this is not.
+        """
+        if not self._waiting:
+            return True  # a backward came before
         parameters = {canonical(n): p for n, p in self._model.module.named_parameters() if p.requires_grad}
-        if set(names) != parameters.keys() or not self._waiting:
-            return  # another model, a part of it, or buckets that were formed already
+        if set(names) != parameters.keys():
+            return False
         module = self._model.module
         self._model.module = _Zeros([parameters[name] for name in names])
         try:
-            self._model().backward()
+            for _ in range(times):
+                self._model().backward()
         finally:
             self._model.module = module
         for parameter in parameters.values():
             parameter.grad = None
+        return True
 
 
 class _Zeros(torch.nn.Module):

@@ -203,7 +203,7 @@ class Checkpointer:
         """
         model, optimizer = self.accelerator.trained
         with torch.no_grad():  # else every local part of a DTensor is taken through autograd, while training waits
-            layout = self.accelerator.backend.layout(self.accelerator, model, optimizer)
+            layout = self.accelerator.backend.snapshot_layout(self.accelerator, model, optimizer)
         # All that the ranks must tell each other, in one collective: each is a wait, and training waits too.
         told: Any = None
         with attempt() as failure:

@@ -203,6 +203,7 @@ def restore(accelerator: PolicyAccelerator, snapshot: Snapshot) -> dict[str, Any
             )  # fmt: skip
     backend.after_load(accelerator, model, optimizer)
     backend.set_counters(model, facts["counters"])
+    _take_own(accelerator, snapshot)
     _restore_each("scheduler", accelerator._schedulers, facts["schedulers"])
     _restore_each("registered object", accelerator._custom_objects, mine.get("objects", facts["objects"]))
     if accelerator.scaler is not None and facts["scaler"] is not None:
@@ -210,6 +211,27 @@ def restore(accelerator: PolicyAccelerator, snapshot: Snapshot) -> dict[str, Any
     accelerator.step = facts["micro_step"]
     progress: dict[str, Any] = decode(mine.get("progress", facts["progress"]))
     return progress
+
+
+def _take_own(accelerator: PolicyAccelerator, snapshot: Snapshot) -> None:
+    """Put back what ranks had of their own, and say what has no place here."""
+    stored = {
+        key.removeprefix("own."): (tuple(entry["shape"]), getattr(torch, entry["dtype"]))
+        for key, entry in snapshot.manifest["tensors"].items()
+        if key.startswith("own.")
+    }
+    used: set[str] = set()
+    with together(f"could not load {str(snapshot.folder)!r}; the run's state is no longer what it was"):
+        used = accelerator.backend.take_own(
+            accelerator, *accelerator.trained, stored,
+            lambda shards: snapshot.read_shards((f"own.{key}", shard) for key, shard in shards),
+        )  # fmt: skip
+    left = sorted(stored.keys() - used)
+    if left:
+        logger.warning(
+            "%d tensors of %s have no place under policy [%s] and were left (first: %s)",
+            len(left), snapshot.folder, accelerator.policy.to_line(), left[0], main_process_only=True,
+        )  # fmt: skip
 
 
 def restore_weights(accelerator: PolicyAccelerator, snapshot: Snapshot) -> None:
@@ -220,7 +242,7 @@ def restore_weights(accelerator: PolicyAccelerator, snapshot: Snapshot) -> None:
     """
     backend, (model, optimizer) = accelerator.backend, accelerator.trained
     layout = backend.layout(accelerator, model, optimizer)
-    snapshot.read_shards((key, shard) for key, shard in layout.tensors() if not key.startswith("optim."))
+    snapshot.read_shards((key, shard) for key, shard in layout.tensors() if key.startswith(("model.", "buffer.")))
     backend.after_load(accelerator, model, optimizer)
 
 

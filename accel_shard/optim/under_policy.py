@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from accel_shard.layout import ShardsState
 from accel_shard.optim.sharded import ShardedOptimizer
 from accel_shard.policy import ShardingPolicy
 
-__all__ = ["adopt", "attach", "clip_shares", "is_asked_for", "master_of", "refuse_sharded", "sends_to_owners"]
+__all__ = ["adopt", "attach", "clip_shares", "is_asked_for", "make", "master_of", "refuse_sharded", "sends_to_owners"]
 
 
 def is_asked_for(policy: ShardingPolicy) -> bool:
@@ -45,6 +45,27 @@ def refuse_sharded(optimizer: Any, policy: ShardingPolicy) -> None:
         )
 
 
+def make(
+    policy: ShardingPolicy, params: Any, kind: Callable[..., torch.optim.Optimizer], reduce: str | None,
+    settings: Mapping[str, Any],
+) -> ShardedOptimizer:  # fmt: skip
+    """Make a sharded optimizer for a policy; local.
+
+    Raises:
+        PolicyError: if the policy leaves no choice of ``reduce``.
+    """
+    if not is_asked_for(policy):
+        raise PolicyError(
+            f"reduce is {reduce!r}, and the policy has backend {policy.backend!r} and shard {policy.shard!r}, where "
+            "the optimizer shares out nothing. Use preset 'ddp_sharded', or leave reduce out. If it is a setting of "
+            "the optimizer's own, give a factory: lambda params: kind(params, reduce=...)."
+        )
+    if reduce == "all" and policy.gradient_reduce == "owner":
+        raise PolicyError("reduce is 'all' here and gradient_reduce 'owner' in the policy. Say it in one place.")
+    how = policy.gradient_reduce if reduce is None else reduce
+    return ShardedOptimizer(params, kind, master=master_of(policy), reduce=how, **settings)
+
+
 def adopt(optimizer: torch.optim.Optimizer, policy: ShardingPolicy) -> ShardedOptimizer:
     """Shard an optimizer that was made already, with the state that it has; it must not be stepped any more. Local.
 
@@ -58,7 +79,9 @@ def adopt(optimizer: torch.optim.Optimizer, policy: ShardingPolicy) -> ShardedOp
     given = {key: value for key, value in optimizer.defaults.items() if key in known}
     try:
         groups = [dict(group) for group in optimizer.param_groups]
-        sharded = ShardedOptimizer(groups, lambda params: kind(params, **given), master=master_of(policy))
+        sharded = ShardedOptimizer(
+            groups, lambda params: kind(params, **given), master=master_of(policy), reduce=policy.gradient_reduce
+        )
     except TypeError as error:
         raise ValueError(
             f"the optimizer is a {kind.__name__}, which cannot be made anew from its defaults ({error}). Make it "
@@ -78,6 +101,11 @@ def attach(optimizer: Any, model: Any, policy: ShardingPolicy) -> None:
         PolicyError: if the policy needs DDP's only hook for something else.
     """
     inner = getattr(model, "_orig_mod", model)
+    if policy.gradient_reduce == "owner" and isinstance(optimizer, ShardsState) and not sends_to_owners(optimizer):
+        raise PolicyError(
+            "gradient_reduce is 'owner' in the policy and the ShardedOptimizer was made with reduce 'all'. Make it "
+            "with policy.optimizer(...), or with reduce='owner'."
+        )
     if not sends_to_owners(optimizer) or not isinstance(inner, DistributedDataParallel):
         return
     if policy.gradient_compression != "none":

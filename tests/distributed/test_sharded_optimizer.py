@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import pytorch_optimizer
 import torch
 import torch.distributed as dist
 from rank_pool import RankError, RankPool
@@ -90,6 +91,14 @@ OPTIMIZERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]
     "Rprop": (torch.optim.Rprop, {"lr": 1e-3}),
     "Adafactor": (torch.optim.Adafactor, {"lr": 1e-2}),
 }
+ELEMENTWISE = tuple(name for name in OPTIMIZERS if name != "Adafactor")
+# From PyPI's pytorch-optimizer, untouched: a count of steps in the group; four states of other kinds; whole matrices.
+FOREIGN: dict[str, tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]] = {
+    "Lion": (pytorch_optimizer.Lion, {"lr": 1e-3}),
+    "Adan": (pytorch_optimizer.Adan, {"lr": 1e-2}),
+    "AdaBelief": (pytorch_optimizer.AdaBelief, {"lr": 1e-2}),
+    "SOAP": (pytorch_optimizer.SOAP, {"lr": 1e-2, "precondition_frequency": 2}),
+}
 
 
 def make(name: str, params: Any, *, sharded: bool, **how: Any) -> torch.optim.Optimizer:
@@ -99,7 +108,7 @@ def make(name: str, params: Any, *, sharded: bool, **how: Any) -> torch.optim.Op
             return Whitened(groups, lr=2e-2)
 
         return ShardedOptimizer(params, factory, **how) if sharded else factory(params)
-    kind, settings = OPTIMIZERS[name]
+    kind, settings = (OPTIMIZERS | FOREIGN)[name]
     return ShardedOptimizer(params, kind, **settings, **how) if sharded else kind(params, **settings)
 
 
@@ -131,7 +140,7 @@ def train(model: Net, optimizer: torch.optim.Optimizer, steps: range, schedule: 
     return losses
 
 
-def side_by_side(name: str) -> tuple[float, float]:
+def side_by_side(name: str, **how: Any) -> tuple[float, float]:
     """The largest difference of weights after ``STEPS``, and how far they moved."""
     torch.manual_seed(5)
     plain = Net()
@@ -139,7 +148,7 @@ def side_by_side(name: str) -> tuple[float, float]:
     start = copy.deepcopy(plain.state_dict())
     result = []
     for net, sharded in ((plain, False), (model, True)):
-        optimizer = make(name, three_groups(net), sharded=sharded)
+        optimizer = make(name, three_groups(net), sharded=sharded, **(how if sharded else {}))
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.95**step)
         result.append(train(net, optimizer, range(STEPS), schedule))
     reached, moved = plain.state_dict(), model.state_dict()
@@ -152,8 +161,8 @@ def furthest(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> fl
     return max(float((tensor - other[name]).abs().max()) for name, tensor in one.items())
 
 
-@pytest.mark.parametrize("ranks", [2, 4], indirect=True)
-@pytest.mark.parametrize("name", [*OPTIMIZERS, "home-made"])
+@pytest.mark.parametrize("ranks", [2, 3, 4], indirect=True)
+@pytest.mark.parametrize("name", [*OPTIMIZERS, *FOREIGN, "home-made"])
 def test_weights_are_those_of_the_unsharded_optimizer(name: str, ranks: RankPool) -> None:
     for difference, moved in ranks.run(side_by_side, name):
         assert moved > 5e-3, "nothing was trained"
@@ -161,21 +170,19 @@ def test_weights_are_those_of_the_unsharded_optimizer(name: str, ranks: RankPool
         assert difference <= (1e-6 if "fused" in name else 0.0)
 
 
-def test_three_ranks() -> None:
-    pool = RankPool(3)
-    try:
-        assert [difference for difference, _ in pool.run(side_by_side, "AdamW")] == [0.0] * 3
-        assert [difference for difference, _ in pool.run(side_by_side, "home-made")] == [0.0] * 3
-    finally:
-        pool.stop()
-
-
-@pytest.mark.parametrize("name", [*OPTIMIZERS, "home-made"])
+@pytest.mark.parametrize("name", [*OPTIMIZERS, *FOREIGN, "home-made"])
 def test_one_process_without_a_group(name: str) -> None:
     assert not dist.is_initialized()
     difference, moved = side_by_side(name)
     assert moved > 5e-3
     assert difference <= (1e-6 if "fused" in name else 0.0)
+
+
+@pytest.mark.parametrize("name", ["Lion", "AdaBelief"])
+def test_a_foreign_optimizer_that_is_marked_runs_on_ranges(name: str, three_ranks: RankPool) -> None:
+    for difference, moved in three_ranks.run(side_by_side, name, elementwise=True):
+        assert moved > 5e-3
+        assert difference <= 1e-6
 
 
 # ---- what a rank holds -----------------------------------------------------------------------------------------
@@ -624,6 +631,7 @@ ROUTES = {
     "backends": ("AdamW", [("ddp_sharded", 2), ("fsdp2,wrap=Linear", 2), ("ddp_sharded", 4), ("fsdp2,wrap=Linear", 4)]),
     "whole": ("Adafactor", [("ddp_sharded", 2), ("ddp_sharded", 4), ("ddp_sharded", 1), ("ddp", 2)]),
     "home-made": ("home-made", [("ddp", 2), ("ddp_sharded", 4), ("ddp_sharded", 2), ("ddp_sharded", 1)]),
+    "foreign": ("Adan", [("ddp_sharded", 2), ("ddp_sharded", 1), ("ddp", 2), ("ddp_sharded", 4)]),
     "zero": ("SGD with momentum", [("zero2", 2), ("ddp_sharded", 2), ("zero2", 4), ("ddp_sharded", 1)]),
 }
 
@@ -734,6 +742,31 @@ def test_the_policy_makes_the_optimizer_that_it_needs() -> None:
     assert type(ShardingPolicy.load("fsdp2").optimizer([weight], torch.optim.SGD, lr=0.5)) is torch.optim.SGD
 
 
+def test_the_policy_says_who_gets_gradients() -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+
+    def reduce(line: str, **how: str) -> str:
+        optimizer = ShardingPolicy.load(line).optimizer([weight], torch.optim.SGD, lr=0.5, **how)
+        assert type(optimizer) is ShardedOptimizer
+        return str(optimizer.reduce)
+
+    assert reduce("ddp_sharded") == reduce("ddp_sharded", reduce="all") == "all"
+    assert reduce("ddp_sharded", reduce="owner") == reduce("ddp_sharded,gradient_reduce=owner") == "owner"
+    assert reduce("ddp_sharded,gradient_reduce=owner", reduce="owner") == "owner"
+    for line, how, words in (
+        ("ddp_sharded,gradient_reduce=owner", "all", "Say it in one place"),
+        ("ddp_sharded", "owners", "Allowed: all, owner"),
+        (
+            "ddp",
+            "owner",
+            "reduce is 'owner', and the policy has backend 'ddp' and shard 'none'.*Use preset 'ddp_sharded'",
+        ),
+        ("fsdp2", "all", "reduce is 'all', and the policy has backend 'fsdp'"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            reduce(line, reduce=how)
+
+
 # ---- gradients to their owners only ----------------------------------------------------------------------------
 
 
@@ -785,18 +818,55 @@ def test_gradients_that_go_to_their_owners_only_train_the_same(name: str, ranks:
     assert sent == STEPS * total * (ranks.world - 1), "each rank sends each element to its owner, once"
 
 
+def owned(name: str) -> tuple[float, float]:
+    """As :func:`side_by_side`, without clipping, whose norm is rounded otherwise."""
+    # Centered, it divides by a variance, which where it is near 0 makes 5e-6 of the last bit of fp32.
+    dtype = torch.float64 if name == "RMSprop" else torch.float32
+    found, start = [], twins()[0].to(dtype).state_dict()
+    for net, sharded in zip(twins(), (False, True), strict=True):
+        net.to(dtype)
+        optimizer: Any = make(name, three_groups(net), sharded=sharded, **({"reduce": "owner"} if sharded else {}))
+        wrapped = DistributedDataParallel(net, bucket_cap_mb=0.001)
+        if sharded:
+            optimizer.attach(wrapped)
+        for step in range(STEPS):
+            tokens, labels = (mine(rows) for rows in batch(step))
+            logits = wrapped(tokens, seldom=True)
+            torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(net.state_dict())
+    return furthest(*found), furthest(start, found[1])
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4], indirect=True)
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_owners_come_to_the_weights_of_plain_ddp(name: str, ranks: RankPool) -> None:
+    for difference, moved in ranks.run(owned, name):
+        assert moved > 5e-3
+        assert difference <= 1e-6
+
+
 def test_gradients_of_a_part_that_is_seldom_used(two_ranks: RankPool) -> None:
     for difference, moved, _, _ in two_ranks.run(to_owners, "AdamW", False):
         assert moved > 5e-3
         assert difference <= 1e-5
 
 
-def owner_policed(line: str, reduce: str) -> tuple[list[float], list[float]]:
+def owner_policed(line: str, reduce: str | None) -> tuple[list[float], list[float]]:
+    """Under a policy; None is a plain optimizer, which the policy alone shards."""
     accelerator = ShardingPolicy.load(line).accelerator()
     torch.manual_seed(5)
     net: Any = Net()
-    optimizer: Any = ShardedOptimizer(three_groups(net), torch.optim.AdamW, lr=1e-2, reduce=reduce)
+    plain = reduce is None
+    optimizer: Any = (
+        make("AdamW", three_groups(net), sharded=False)
+        if plain
+        else accelerator.policy.optimizer(three_groups(net), torch.optim.AdamW, lr=1e-2, reduce=reduce)
+    )
     net, optimizer = accelerator.prepare(net, optimizer)
+    assert isinstance(optimizer.optimizer, ShardedOptimizer)
+    assert len(net._comm_hooks) == ((reduce or accelerator.policy.gradient_reduce) == "owner")
     losses, norms = [], []
     for step in range(2 * STEPS):
         tokens, labels = (mine(rows) for rows in batch(step))
@@ -815,6 +885,7 @@ def owner_policed(line: str, reduce: str) -> tuple[list[float], list[float]]:
 def test_a_policy_clips_shares_to_the_global_norm(two_ranks: RankPool) -> None:
     line = "ddp_sharded,gradient_clipping=0.5,gradient_accumulation_steps=2"
     wanted, found = two_ranks.run(owner_policed, line, "all"), two_ranks.run(owner_policed, line, "owner")
+    assert two_ranks.run(owner_policed, f"{line},gradient_reduce=owner", None) == found, "the policy's word does it too"
     for (losses, norms), (again, shares) in zip(wanted, found, strict=True):
         assert again == pytest.approx(losses, rel=1e-4)
         assert shares == pytest.approx(norms, rel=1e-4)
@@ -863,6 +934,17 @@ def compressed() -> None:
     accelerator = ShardingPolicy.load("ddp_sharded,gradient_compression=powersgd").accelerator()
     net = torch.nn.Linear(5, 3)
     accelerator.prepare(net, ShardedOptimizer(net.parameters(), torch.optim.AdamW, reduce="owner"))
+
+
+def contradicted() -> None:
+    accelerator = ShardingPolicy.load("ddp_sharded,gradient_reduce=owner").accelerator()
+    net = torch.nn.Linear(5, 3)
+    accelerator.prepare(net, ShardedOptimizer(net.parameters(), torch.optim.AdamW))
+
+
+def test_an_optimizer_that_was_made_otherwise_than_the_policy_says(two_ranks: RankPool) -> None:
+    with pytest.raises(RankError, match="was made with reduce 'all'"):
+        two_ranks.run(contradicted)
 
 
 def test_two_hooks_are_one_too_many(two_ranks: RankPool) -> None:

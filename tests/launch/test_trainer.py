@@ -54,6 +54,12 @@ def test_trainer_under_torchrun(name: str, plain: list[float], tmp_path: Path) -
     assert found["losses"] == pytest.approx(plain, rel=1e-4)
 
 
+def test_trainer_with_bf16_weights_and_masters_apart(plain: list[float], tmp_path: Path) -> None:
+    found = result(torchrun(SCRIPT, "ddp_sharded,precision=bf16,precision.reduce=bf16", ranks=2), tmp_path)
+    assert found["losses"] == pytest.approx(plain, rel=0.02)
+    assert found["losses"] != pytest.approx(plain, rel=1e-5), "it computes in bf16"
+
+
 def test_trainers_own_optimizer_does_not_pass_for_a_sharded_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -68,6 +68,18 @@ def test_clipping_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
         clipping("--policy", "fsdp2,gradient_clipping=0.7", "--max_grad_norm", "0")
 
 
+def test_who_gets_gradients_is_a_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCEL_SHARD_POLICY"):
+        monkeypatch.delenv(name, raising=False)
+    file = Path(finetune.__file__).parent / "policies" / "ddp_sharded.yaml"
+    for policy in ("ddp_sharded", str(file)):
+        line = ["--policy", policy, "--gradient_reduce", "owner"]
+        assert finetune.build_policy(parsed(line)).gradient_reduce == "owner"
+        assert finetune.build_policy(parsed(line[:2])).gradient_reduce == "all"
+    with pytest.raises(ValueError, match="every rank updates every weight"):
+        finetune.build_policy(parsed(["--gradient_reduce", "owner"]))
+
+
 def test_a_model_that_does_not_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ValueError, match="no such folder, nor a model"):

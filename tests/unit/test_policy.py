@@ -26,6 +26,8 @@ CHOICES = {
     "gradient_accumulation_steps": [1, 4],
     "global_batch_size": [None, 64],
     "gradient_compression": ["none", "fp16", "powersgd"],
+    "gradient_reduce": ["all", "owner"],
+    "local_sgd": [1, 8],
 }
 
 
@@ -97,18 +99,19 @@ def _apply(values: dict, changes: dict) -> None:
 @pytest.mark.parametrize("refusal", REFUSALS, ids=lambda r: f"{r.field}-{'-'.join(r.backends)}")
 def test_every_refusal_can_happen_and_its_way_out_leads_out(refusal) -> None:
     reachable = 0
-    for backend, *values in product(
-        refusal.backends, *(CHOICES.get(n, [1, 2]) for n in ("shard", "offload", "precision"))
-    ):
-        shard, offload, precision = values
+    varied = ("shard", "offload", "precision", "gradient_compression")
+    for backend, *values in product(refusal.backends, *(CHOICES[n] for n in varied)):
+        shard, offload, precision, compression = values
         wanted = {"tensor_parallel": 2, "context_parallel": 2, "offload_path": "nvme"}
         plain = {"backend": backend, "shard": shard, "offload": offload, "precision": precision}
+        if refusal.field in ("gradient_reduce", "local_sgd"):
+            plain["gradient_compression"] = compression
         if refusal.field in wanted:
             plain[refusal.field] = wanted[refusal.field]
-        elif refusal.field in ("replicas", "wrap", "gradient_compression"):
+        elif refusal.field in ("replicas", "wrap", "gradient_compression", "gradient_reduce", "local_sgd"):
             plain[refusal.field] = CHOICES[refusal.field][1]
-        elif refusal.field.startswith("precision.") and refusal.values in (("bf16",), ("bf16", "fp16")):
-            plain["precision"] = {refusal.field.partition(".")[2]: "bf16"}
+        elif refusal.field.startswith("precision."):
+            plain["precision"] = {refusal.field.partition(".")[2]: refusal.values[0]}
             if refusal.field == "precision.master":
                 plain["precision"] |= {"compute": "bf16", "reduce": "bf16"}
         if plain.get("offload_path") and offload == "none":
@@ -141,6 +144,9 @@ def test_presets_load_by_name_and_resolve_auto(name: str) -> None:
         ("fsdp2,gradient_clipping=-1", "a number above 0"),
         ("fsdp2,gradient_accumulation_steps=0", "whole numbers from 1 on"),
         ("fsdp2,gradient_accumulation_steps=1.5", "whole numbers from 1 on"),
+        ("ddp_sharded,gradient_reduce=owners", "Did you mean 'owner'"),
+        ("ddp,local_sgd=0", "local_sgd is 0. Allowed: whole numbers from 1 on"),
+        ("ddp,local_sgd=none", "whole numbers from 1 on"),
         ("fsdp2,replicas=true", "whole numbers from 1 on"),
         ("fsdp2,compile=maybe", "Allowed: true, false"),
         ("fsdp2,wrap=0", "wrap is 0"),
