@@ -14,22 +14,14 @@ from accel_shard.optim.bucket import Bucket, Part, Ranks, gather_all
 from accel_shard.optim.flatten import check_memory, outline, ranged_buckets, whole_buckets
 from accel_shard.optim.owner import OwnerReduce, norm_of_shares
 from accel_shard.optim.states import cut_stored, describe, in_one_piece, made_of_shapes
+from accel_shard.optim.stepping import ELEMENTWISE, seat, settings_of, update
 
 __all__ = ["ELEMENTWISE", "ShardedOptimizer"]
-
-ELEMENTWISE: Final[tuple[type[torch.optim.Optimizer], ...]] = (
-    torch.optim.ASGD, torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW,
-    torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.SGD,
-)  # fmt: skip
-"""Optimizers that treat each element by itself, so that any range of elements can be updated anywhere. Not their
-subclasses, which may do otherwise: they are marked with ``elementwise=True``."""
 
 _COUPLED: Final = {
     torch.optim.LBFGS: "takes inner products over all parameters, which no rank has",
     torch.optim.SparseAdam: "takes sparse gradients, which cannot be cut into ranges",
 }
-
-_NO_SETTINGS: Final = ("params", "param_names")
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -74,7 +66,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.reduce: Final = reduce
         self._make: Callable[..., torch.optim.Optimizer] = lambda groups: optimizer(groups, **settings)
         self._master, self._process_group = master, process_group
-        model = self._make([_settings(g) | {"params": [outline(p) for p in g["params"]]} for g in self.param_groups])
+        model = self._make([settings_of(g) | {"params": [outline(p) for p in g["params"]]} for g in self.param_groups])
         for kind, reason in _COUPLED.items():
             if isinstance(model, kind):
                 raise ValueError(
@@ -86,7 +78,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.elementwise: Final = type(model) in ELEMENTWISE if elementwise is None else elementwise
         self.defaults = dict(model.defaults)
         for group, made in zip(self.param_groups, model.param_groups, strict=True):
-            for key, value in _settings(made).items():
+            for key, value in settings_of(made).items():
                 group.setdefault(key, value)
         self._inner: torch.optim.Optimizer | None = None
         self._buckets: list[Bucket] = []
@@ -131,7 +123,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _join(self, made: list[Bucket]) -> None:
         """Give the pieces of new buckets to the inner optimizer."""
-        groups: list[dict[str, Any]] = [_settings(group) | {"params": []} for group in self.param_groups]
+        groups: list[dict[str, Any]] = [settings_of(group) | {"params": []} for group in self.param_groups]
         for bucket in made:
             for piece in bucket.pieces:
                 groups[piece.group]["params"].append(piece.tensor)
@@ -143,12 +135,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             # An optimizer may give its parameters state when it is made (Adagrad does).
             self._inner.state.update(added.state)
             self._inner.param_groups += added.param_groups[len(self._inner.param_groups) :]
-        self._seat()
-
-    def _seat(self) -> None:
-        assert self._inner is not None
-        for index, group in enumerate(self._inner.param_groups):
-            group["params"] = [piece.tensor for b in self._buckets for piece in b.pieces if piece.group == index]
+        seat(self._inner, self._buckets)
 
     def _check_groups(self, made: torch.optim.Optimizer, counts: list[int]) -> None:
         found = [len(group["params"]) for group in made.param_groups]
@@ -190,25 +177,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "reduce is 'owner' and the optimizer is not attached to the DDP model, which so all-reduces. Call "
                 "optimizer.attach(model) after wrapping it, or use policy.accelerator().prepare."
             )
-        if self._inner is None:
-            return loss  # nothing trains
-        self._update(self._inner)
-        gather_all(self._buckets)
+        if self._inner is not None:  # something trains
+            update(self._inner, self._buckets, self.param_groups)
         return loss
-
-    def _update(self, inner: torch.optim.Optimizer) -> None:
-        """Step the inner optimizer on this rank's pieces."""
-        cut = [bucket.take_gradients(inner.state) for bucket in self._buckets]
-        if any(cut):
-            self._seat()
-        for own, group in zip(inner.param_groups, self.param_groups, strict=True):
-            own.update(_settings(group))
-        if any(bucket.pieces for bucket in self._buckets):
-            inner.step()
-        for own, group in zip(inner.param_groups, self.param_groups, strict=True):
-            group.update(_settings(own))  # some count their steps there
-        for bucket in self._buckets:
-            bucket.drop_gradients()
 
     def _refuse_sparse(self) -> None:
         for index, group in enumerate(self.param_groups):
@@ -326,7 +297,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 if about is not None and (kept := bucket.master_of(part)) is not None:
                     kept.copy_(about["masters"][index])
             bucket.replace_states(found, self._inner.state)
-        self._seat()
+        seat(self._inner, self._buckets)
 
     def _group_of(self, part: Part) -> Mapping[str, Any]:
         return self.param_groups[part.slot.group]
@@ -366,7 +337,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     )
             bucket.replace_states(states, self._inner.state)
         if self._inner is not None:
-            self._seat()
+            seat(self._inner, self._buckets)
 
     @torch.no_grad()
     def after_fill(self) -> None:
@@ -391,7 +362,3 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._inner is not None:
             held += [v for s in self._inner.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
         return sum(tensor.numel() * tensor.element_size() for tensor in held)
-
-
-def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in _NO_SETTINGS}
