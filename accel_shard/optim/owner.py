@@ -72,11 +72,11 @@ class OwnerReduce:
 
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Send each owner its part of a bucket, add up this rank's, and divide it by the number of ranks."""
-        work, finish = self.start(bucket)
+        buffer, (work, finish) = bucket.buffer(), self.start(bucket)
 
         def add_up(_: Any) -> torch.Tensor:
             finish()
-            return bucket.buffer()
+            return buffer
 
         future: torch.futures.Future[torch.Tensor] = work.get_future().then(add_up)
         return future

@@ -23,7 +23,7 @@ def chunks(sizes: Sequence[int], item_bytes: int, ranks: int) -> list[range]:
         item_bytes: of an element.
         ranks: how many share each chunk.
     """
-    found, start, total = [], 0, 0
+    found, start, total = list[range](), 0, 0
     for number, size in enumerate(sizes):
         total += size
         if total * item_bytes >= CHUNK_BYTES[min(len(found), 1)] and total % ranks == 0:

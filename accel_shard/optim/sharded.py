@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accel_shard.errors import unknown_name
 from accel_shard.layout import Layout
+from accel_shard.optim.backward import InBackward
 from accel_shard.optim.bucket import Bucket, Part, Ranks, gather_all
 from accel_shard.optim.flatten import check_memory, outline, ranged_buckets, whole_buckets
 from accel_shard.optim.owner import OwnerReduce, norm_of_shares
@@ -49,6 +50,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         reduce: ``all``: DDP's all-reduce gives every rank all gradients. ``owner``: they go to their owners only
             (:meth:`attach`, which ``PolicyAccelerator.prepare`` calls), a third less traffic; clip with
             ``accelerator.clip_grad_norm_`` or :meth:`clip_grad_norm_`, and without a ``GradScaler``.
+        in_backward: update each bucket as soon as its gradient is reduced, and free the gradient, so that gradients of
+            a few buckets exist at a time; needs ``reduce="owner"``. :meth:`step` then only checks. Refused with
+            clipping, accumulation and ``GradScaler``, which need all gradients before the first update.
         process_group: the ranks that share the state; the default group if None; none is needed.
         **settings: what ``optimizer`` takes beside the parameters.
 
@@ -58,12 +62,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def __init__(
         self, params: Any, optimizer: Callable[..., torch.optim.Optimizer], *, elementwise: bool | None = None,
-        master: torch.dtype | None = torch.float32, reduce: str = "all", process_group: Any = None, **settings: Any,
+        master: torch.dtype | None = torch.float32, reduce: str = "all", in_backward: bool = False,
+        process_group: Any = None, **settings: Any,
     ) -> None:  # fmt: skip
         if reduce not in ("all", "owner"):
             raise ValueError(unknown_name("reduce", str(reduce), ("all", "owner")))
+        if in_backward and reduce != "owner":
+            raise ValueError(
+                f"in_backward is set and reduce is {reduce!r}: DDP's all-reduce keeps all gradients until backward "
+                "ends. Allowed: reduce 'owner'."
+            )
         super().__init__(params, {})
         self.reduce: Final = reduce
+        self.in_backward: Final = in_backward
         self._make: Callable[..., torch.optim.Optimizer] = lambda groups: optimizer(groups, **settings)
         self._master, self._process_group = master, process_group
         model = self._make([settings_of(g) | {"params": [outline(p) for p in g["params"]]} for g in self.param_groups])
@@ -162,7 +173,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             What the closure returned.
 
         Raises:
-            ValueError: for a sparse gradient, on every rank.
+            ValueError: for a sparse gradient, on every rank; for one that backward did not use, if it should have.
         """
         loss = None
         if closure is not None:
@@ -172,12 +183,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.stands_for._opt_called = True  # type: ignore[attr-defined]  # or its scheduler warns
         self.bind()
         self._refuse_sparse()
-        if self.reduce == "owner" and self._hook is None and self._ranks.count > 1:
+        if self.reduce == "owner" and self._hook is None and (self._ranks.count > 1 or self.in_backward):
             raise ValueError(
                 "reduce is 'owner' and the optimizer is not attached to the DDP model, which so all-reduces. Call "
                 "optimizer.attach(model) after wrapping it, or use policy.accelerator().prepare."
             )
-        if self._inner is not None:  # something trains
+        if isinstance(self._hook, InBackward):
+            self._hook.check(self._buckets)
+        elif self._inner is not None:  # something trains
             update(self._inner, self._buckets, self.param_groups)
         return loss
 
@@ -199,14 +212,25 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         if self.reduce == "owner" and self._hook is None:
             self.bind()
-            self._hook = OwnerReduce(model, self._buckets, self._ranks)
+            if self.in_backward and self._inner is not None:
+                self._hook = InBackward(model, self._buckets, self._ranks, self._inner, self.param_groups)
+            else:
+                self._hook = OwnerReduce(model, self._buckets, self._ranks)
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clip the gradients of all parameters to their global norm, and return it. Every rank must call it.
 
         With ``reduce="owner"`` it sums one number over the ranks.
+
+        Raises:
+            ValueError: if the weights are updated in backward, before there is a norm.
         """
+        if self.in_backward:
+            raise ValueError(
+                "gradients are clipped to their norm and in_backward is set: the first weights are updated before the "
+                "last gradients exist. Allowed: no clipping (in HF Trainer, max_grad_norm=0), or in_backward=False."
+            )
         everything = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         if self._hook is None:
             return torch.nn.utils.clip_grad_norm_(everything, max_norm, norm_type)
