@@ -8,7 +8,7 @@ another step count. Any other optimizer sees each parameter that the rank owns i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from accel_shard.optim.partition import runs
 
-__all__ = ["Bucket", "Part", "Piece", "Ranks", "Slot", "gather_all", "is_shared_out"]
+__all__ = ["Bucket", "Part", "Piece", "Ranks", "Slot", "gather_all", "is_shared_out", "wait_for"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,8 +147,8 @@ class Bucket:
 
     # ---- before and after the inner optimizer's step -----------------------------------------------------------
 
-    def take_gradients(self, state: dict[Any, Any]) -> bool:
-        """Give each piece its gradient, None where there is none; return whether pieces had to be cut for it.
+    def cut_pieces(self, state: dict[Any, Any]) -> bool:
+        """Cut pieces where a gradient is missing now, and take over written weights; return whether pieces were cut.
 
         Args:
             state: the inner optimizer's, which goes with the pieces.
@@ -158,16 +158,19 @@ class Bucket:
             cut += self._split(piece, state)
         changed, self.pieces = len(cut) != len(self.pieces), cut
         self._take_over_written()
-        for piece in self.pieces:
-            gradients = [part.slot.parameter.grad for part in piece.parts]
-            if gradients[0] is None:
-                piece.tensor.grad = None
-                continue
-            pairs = zip(piece.parts, gradients, strict=True)
-            found = [part.of(g) for part, g in pairs if g is not None]
-            flat = found[0] if len(found) == 1 else torch.cat([g.to(self.flat.device) for g in found])
-            piece.tensor.grad = flat.to(piece.tensor).view(piece.tensor.shape)
         return changed
+
+    def take_gradients(self) -> None:
+        """Give each piece its gradient, None where there is none."""
+        for piece in self.pieces:
+            pairs = [(part, part.slot.parameter.grad) for part in piece.parts]
+            found = [part.of(gradient) for part, gradient in pairs if gradient is not None]
+            piece.tensor.grad = None
+            if found:
+                flat = found[0] if len(found) == 1 else _side_by_side(found)
+                if flat is None:
+                    flat = torch.cat([gradient.to(self.flat.device) for gradient in found])
+                piece.tensor.grad = flat.to(piece.tensor).view(piece.tensor.shape)
 
     def _split(self, piece: Piece, state: dict[Any, Any]) -> list[Piece]:
         """Cut a piece where parameters with and without a gradient meet: torch passes over the latter, states too."""
@@ -241,11 +244,13 @@ class Bucket:
         ]
 
     def finish_gather(self) -> None:
-        """Copy the new weights to the parameters that live elsewhere, because somebody moved them."""
+        """Let parameters that somebody moved have their new weights, and autograd know that all were written."""
         for slot in self.slots:
             if not self._at_home(slot):
                 slot.parameter.copy_(self._place(slot))
-                slot.version = slot.parameter._version
+            else:  # so that autograd refuses to use the old weights, as after any optimizer's step
+                torch.autograd.graph.increment_version(slot.parameter)
+            slot.version = slot.parameter._version
 
     # ---- states of single parameters -----------------------------------------------------------------------------
 
@@ -286,10 +291,25 @@ class Bucket:
         return master[start : start + part.stop - part.start]
 
 
+def _side_by_side(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Return tensors that follow each other in memory as one view, or None; so do gradients in DDP's buckets."""
+    first, at = tensors[0], tensors[0].data_ptr()
+    memory = first.untyped_storage().data_ptr()
+    for tensor in tensors:
+        if tensor.dtype != first.dtype or tensor.data_ptr() != at or tensor.untyped_storage().data_ptr() != memory:
+            return None
+        at += tensor.nbytes
+    return first.as_strided((sum(tensor.numel() for tensor in tensors),), (1,))
+
+
 @torch.no_grad()
 def gather_all(buckets: Sequence[Bucket]) -> None:
     """Bring every rank's updated ranges to all of them. Every rank must call it."""
-    works = [work for bucket in buckets for work in bucket.start_gather()]
+    wait_for(buckets, [work for bucket in buckets for work in bucket.start_gather()])
+
+
+def wait_for(buckets: Sequence[Bucket], works: Iterable[Any]) -> None:
+    """Wait for gathers that were started for buckets, and let the parameters have what came."""
     for work in works:
         work.wait()
     for bucket in buckets:

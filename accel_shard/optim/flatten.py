@@ -9,28 +9,37 @@ from typing import Any
 import torch
 
 from accel_shard.optim.bucket import Bucket, Ranks, Slot
-from accel_shard.optim.partition import assign_longest_first, equal_ranges, sections
+from accel_shard.optim.partition import assign_longest_first, chunks, equal_ranges, sections
 
 __all__ = ["check_memory", "outline", "ranged_buckets", "whole_buckets"]
 
 
 def ranged_buckets(fresh: Sequence[tuple[int, torch.Tensor]], ranks: Ranks, master: torch.dtype | None) -> list[Bucket]:
-    """Put parameters into one bucket a group, dtype and device, of which each rank updates a contiguous range.
+    """Put parameters into buckets a group, dtype and device, of each of which every rank updates a contiguous range.
+
+    The buckets are those that DDP will most often form, so that gradients lie in them as the weights do here. What
+    forward needs first comes first.
 
     Args:
         fresh: index of the parameter group, and parameter.
         ranks: who shares them.
         master: as for :class:`~accel_shard.optim.bucket.Bucket`.
     """
-    alike: dict[tuple[int, torch.dtype, torch.device], list[Slot]] = {}
-    for index, p in fresh:
-        slots = alike.setdefault((index, p.dtype, p.device), [])
-        slots.append(Slot(p, index, slots[-1].stop if slots else 0))
-    return [
-        Bucket(slots, equal_ranges(slots[-1].stop, ranks.count), ranks, elementwise=True, master=master)
-        for slots in alike.values()
-        if slots[-1].stop
-    ]
+    alike: dict[tuple[int, torch.dtype, torch.device], list[tuple[int, torch.Tensor]]] = {}
+    for number, (index, p) in enumerate(fresh):
+        alike.setdefault((index, p.dtype, p.device), []).append((number, p))
+    made: list[tuple[int, Bucket]] = []
+    for (index, *_), numbered in alike.items():
+        for run in chunks([p.numel() for _, p in reversed(numbered)], numbered[0][1].element_size(), ranks.count):
+            members = numbered[len(numbered) - run.stop : len(numbered) - run.start]
+            slots: list[Slot] = []
+            for _, p in reversed(members):
+                slots.append(Slot(p, index, slots[-1].stop if slots else 0))
+            if slots[-1].stop:
+                bounds = equal_ranges(slots[-1].stop, ranks.count)
+                bucket = Bucket(slots, bounds, ranks, elementwise=True, master=master)
+                made.append((members[0][0], bucket))
+    return [bucket for _, bucket in sorted(made, key=lambda pair: pair[0])]
 
 
 def whole_buckets(

@@ -7,7 +7,8 @@ with a local sum, which gloo does faster than its reduce-scatter, and which take
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,8 +26,8 @@ Span = tuple[int, int]
 class OwnerReduce:
     """The hook. DDP calls it for each bucket, on every rank in the same order.
 
-    Of a gradient, the elements that another rank owns become NaN: a norm or a sum that took them for gradients would be
-    wrong by a little, and this way it is wrong for all to see.
+    Of a gradient, an element that another rank owns becomes NaN, if there is one: a norm or a sum that took the others'
+    part for gradients would be wrong by a little, and this way it is wrong for all to see.
 
     Args:
         model: trained with it; it must have no other hook.
@@ -40,7 +41,8 @@ class OwnerReduce:
     def __init__(self, model: DistributedDataParallel, buckets: Sequence[Bucket], ranks: Ranks) -> None:
         self._ranks = ranks
         self._homes: dict[int, tuple[Bucket, Slot]] = {id(s.parameter): (b, s) for b in buckets for s in b.slots}
-        self._plans: dict[tuple[int, ...], list[list[Span]]] = {}
+        self._plans: dict[tuple[int, ...], Plan] = {}
+        self._spare = Spare()
         for name, parameter in model.module.named_parameters():
             if parameter.requires_grad and id(parameter) not in self._homes:
                 raise ValueError(
@@ -51,8 +53,8 @@ class OwnerReduce:
                 raise ValueError(f"reduce='owner' and the parameter {name!r} is not contiguous. Use reduce='all'.")
         model.register_comm_hook(self, _reduce)
 
-    def plan(self, bucket: GradBucket) -> list[list[Span]]:
-        """Return, for each rank, which spans of a DDP bucket it owns; DDP forms its buckets anew after a first step."""
+    def plan(self, bucket: GradBucket) -> Plan:
+        """Return who owns what of a DDP bucket; DDP forms its buckets anew after a first step."""
         parameters = bucket.parameters()
         key = tuple(id(p) for p in parameters)
         if key not in self._plans:
@@ -65,34 +67,110 @@ class OwnerReduce:
                     first, last = max(low, slot.start) - slot.start, min(high, slot.stop) - slot.start
                     if first < last:
                         spans[rank].append((start + first, start + last))
-            self._plans[key] = [_merged(sorted(theirs)) for theirs in spans]
+            self._plans[key] = Plan.of(spans, self._ranks.rank, bucket.buffer().device)
         return self._plans[key]
 
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Send each owner its part of a bucket, divided by the number of ranks, and add up this rank's."""
-        buffer, plan, ranks = bucket.buffer(), self.plan(bucket), self._ranks
-        buffer.div_(ranks.count)
-        in_order = _merged([span for spans in plan for span in spans])
-        # Often all of a bucket has one owner, or lies in the order of its owners, and need not be copied.
-        sent = buffer if len(in_order) == 1 else torch.cat([buffer[a:b] for spans in plan for a, b in spans])
-        sizes = [sum(b - a for a, b in spans) for spans in plan]
-        mine = sizes[ranks.rank]
-        arrived = torch.empty(ranks.count * mine, dtype=buffer.dtype, device=buffer.device)
-        work = dist.all_to_all_single(arrived, sent, [mine] * ranks.count, sizes, group=ranks.group, async_op=True)
+        """Send each owner its part of a bucket, add up this rank's, and divide it by the number of ranks."""
+        buffer, (work, finish) = bucket.buffer(), self.start(bucket)
 
         def add_up(_: Any) -> torch.Tensor:
-            everyones, at = arrived.view(ranks.count, mine), 0
-            for rank, spans in enumerate(plan):
-                for a, b in spans:
-                    if rank != ranks.rank:
-                        buffer[a:b].fill_(torch.nan)
-                        continue
-                    torch.sum(everyones[:, at : at + b - a], 0, out=buffer[a:b])
-                    at += b - a
+            finish()
             return buffer
 
         future: torch.futures.Future[torch.Tensor] = work.get_future().then(add_up)
         return future
+
+    def start(self, bucket: GradBucket) -> tuple[Any, Callable[[], None]]:
+        """Start to reduce a bucket; return what to wait for, and what to call then."""
+        buffer, plan, ranks = bucket.buffer(), self.plan(bucket), self._ranks
+        early = buffer.dtype == torch.float16  # whose sums could overflow
+        if early:
+            buffer.div_(ranks.count)
+        given = buffer if plan.in_order else _joined(buffer, plan.sent)
+        count = sum(plan.arriving)
+        arrived = self._spare.take(count, buffer)
+        work = dist.all_to_all_single(
+            arrived, given, list(plan.arriving), list(plan.leaving), group=ranks.group, async_op=True
+        )
+
+        def finish() -> None:
+            at = 0
+            for size, kept in zip(plan.arriving, plan.added, strict=True):
+                for a, b in plan.own if kept else ():
+                    buffer[a:b].add_(arrived[at : at + b - a])
+                    at += b - a
+                at += 0 if kept else size
+            for a, b in plan.own if not early else ():
+                buffer[a:b].div_(ranks.count)
+            buffer.index_fill_(0, plan.foreign, torch.nan)
+            self._spare.give(arrived)
+
+        return work, finish
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Which spans of a DDP bucket go where."""
+
+    own: tuple[Span, ...]
+    """What this rank owns."""
+    sent: tuple[Span, ...]
+    """What is sent, in the order of the ranks that it goes to."""
+    in_order: bool
+    """Whether the whole bucket can be sent as it is; then what this rank owns goes to itself, for nothing."""
+    leaving: tuple[int, ...]
+    arriving: tuple[int, ...]
+    """Elements to and from each rank."""
+    added: tuple[bool, ...]
+    """Of what arrives from which rank: what this rank sends itself is there already."""
+    foreign: torch.Tensor
+    """One element of each span that another rank owns."""
+
+    @classmethod
+    def of(cls, spans: Sequence[list[Span]], rank: int, device: torch.device) -> Plan:
+        """Plan from each rank's spans, one a parameter."""
+        sizes = [sum(b - a for a, b in theirs) for theirs in spans]
+        in_order = len(_merged([span for theirs in spans for span in sorted(theirs)])) == 1
+        others = [[] if r == rank and not in_order else _merged(sorted(theirs)) for r, theirs in enumerate(spans)]
+        foreign = [a for r, theirs in enumerate(spans) if r != rank for a, _ in theirs]
+        return cls(
+            own=tuple(_merged(sorted(spans[rank]))),
+            sent=tuple(span for theirs in others for span in theirs),
+            in_order=in_order,
+            leaving=tuple(0 if r == rank and not in_order else size for r, size in enumerate(sizes)),
+            arriving=tuple(0 if r == rank and not in_order else sizes[rank] for r in range(len(spans))),
+            added=tuple(r != rank for r in range(len(spans))),
+            foreign=torch.tensor(foreign, dtype=torch.int64, device=device),
+        )
+
+
+class Spare:
+    """Memory that is used again: on a CPU, the pages of new memory cost more than what is done with it."""
+
+    def __init__(self) -> None:
+        self._free: list[torch.Tensor] = []
+
+    def take(self, count: int, like: torch.Tensor) -> torch.Tensor:
+        """Return ``count`` elements of the dtype and on the device of a tensor."""
+        if like.device.type == "cpu":
+            for number, memory in enumerate(self._free):
+                if memory.dtype == like.dtype and len(memory) >= count:
+                    return self._free.pop(number)[:count]
+        return torch.empty(count, dtype=like.dtype, device=like.device)
+
+    def give(self, memory: torch.Tensor) -> None:
+        """Take back what is used no more."""
+        if memory.device.type == "cpu":
+            self._free.append(memory if memory._base is None else memory._base)
+
+
+def _joined(buffer: torch.Tensor, spans: Sequence[Span]) -> torch.Tensor:
+    """Return spans as one tensor; a view where they follow each other."""
+    joined = _merged(spans)
+    if len(joined) == 1:
+        return buffer[joined[0][0] : joined[0][1]]
+    return torch.cat([buffer[a:b] for a, b in joined]) if joined else buffer[:0]
 
 
 def _merged(spans: Iterable[Span]) -> list[Span]:

@@ -3,11 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from typing import Final, TypeVar
 
-__all__ = ["assign_longest_first", "equal_ranges", "runs", "sections"]
+__all__ = ["assign_longest_first", "chunks", "equal_ranges", "runs", "sections"]
 
 Item = TypeVar("Item")
+
+CHUNK_BYTES: Final = (1 << 20, 25 << 20)
+"""Of the first chunk, and of the others: DDP's own limits."""
+
+
+def chunks(sizes: Sequence[int], item_bytes: int, ranks: int) -> list[range]:
+    """Cut a row of parameters into chunks, as DDP cuts it into buckets: each ends where its limit is reached.
+
+    It goes on to where the ranks divide it, so that the shares of all chunks differ by no more than those of one.
+
+    Args:
+        sizes: elements of each parameter, in the order in which their gradients come.
+        item_bytes: of an element.
+        ranks: how many share each chunk.
+    """
+    found, start, total = list[range](), 0, 0
+    for number, size in enumerate(sizes):
+        total += size
+        if total * item_bytes >= CHUNK_BYTES[min(len(found), 1)] and total % ranks == 0:
+            found.append(range(start, number + 1))
+            start, total = number + 1, 0
+    return [*found, range(start, len(sizes))] if start < len(sizes) else found
 
 
 def equal_ranges(total: int, ranks: int) -> list[tuple[int, int]]:

@@ -10,26 +10,19 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accel_shard.errors import unknown_name
 from accel_shard.layout import Layout
+from accel_shard.optim.backward import InBackward
 from accel_shard.optim.bucket import Bucket, Part, Ranks, gather_all
 from accel_shard.optim.flatten import check_memory, outline, ranged_buckets, whole_buckets
 from accel_shard.optim.owner import OwnerReduce, norm_of_shares
 from accel_shard.optim.states import cut_stored, describe, in_one_piece, made_of_shapes
+from accel_shard.optim.stepping import ELEMENTWISE, seat, settings_of, update
 
 __all__ = ["ELEMENTWISE", "ShardedOptimizer"]
-
-ELEMENTWISE: Final[tuple[type[torch.optim.Optimizer], ...]] = (
-    torch.optim.ASGD, torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW,
-    torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.SGD,
-)  # fmt: skip
-"""Optimizers that treat each element by itself, so that any range of elements can be updated anywhere. Not their
-subclasses, which may do otherwise: they are marked with ``elementwise=True``."""
 
 _COUPLED: Final = {
     torch.optim.LBFGS: "takes inner products over all parameters, which no rank has",
     torch.optim.SparseAdam: "takes sparse gradients, which cannot be cut into ranges",
 }
-
-_NO_SETTINGS: Final = ("params", "param_names")
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -57,6 +50,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         reduce: ``all``: DDP's all-reduce gives every rank all gradients. ``owner``: they go to their owners only
             (:meth:`attach`, which ``PolicyAccelerator.prepare`` calls), a third less traffic; clip with
             ``accelerator.clip_grad_norm_`` or :meth:`clip_grad_norm_`, and without a ``GradScaler``.
+        in_backward: update each bucket as soon as its gradient is reduced, and free the gradient, so that gradients of
+            a few buckets exist at a time; needs ``reduce="owner"``. :meth:`step` then only checks. Refused with
+            clipping, accumulation and ``GradScaler``, which need all gradients before the first update.
         process_group: the ranks that share the state; the default group if None; none is needed.
         **settings: what ``optimizer`` takes beside the parameters.
 
@@ -66,15 +62,22 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def __init__(
         self, params: Any, optimizer: Callable[..., torch.optim.Optimizer], *, elementwise: bool | None = None,
-        master: torch.dtype | None = torch.float32, reduce: str = "all", process_group: Any = None, **settings: Any,
+        master: torch.dtype | None = torch.float32, reduce: str = "all", in_backward: bool = False,
+        process_group: Any = None, **settings: Any,
     ) -> None:  # fmt: skip
         if reduce not in ("all", "owner"):
             raise ValueError(unknown_name("reduce", str(reduce), ("all", "owner")))
+        if in_backward and reduce != "owner":
+            raise ValueError(
+                f"in_backward is set and reduce is {reduce!r}: DDP's all-reduce keeps all gradients until backward "
+                "ends. Allowed: reduce 'owner'."
+            )
         super().__init__(params, {})
         self.reduce: Final = reduce
+        self.in_backward: Final = in_backward
         self._make: Callable[..., torch.optim.Optimizer] = lambda groups: optimizer(groups, **settings)
         self._master, self._process_group = master, process_group
-        model = self._make([_settings(g) | {"params": [outline(p) for p in g["params"]]} for g in self.param_groups])
+        model = self._make([settings_of(g) | {"params": [outline(p) for p in g["params"]]} for g in self.param_groups])
         for kind, reason in _COUPLED.items():
             if isinstance(model, kind):
                 raise ValueError(
@@ -86,7 +89,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.elementwise: Final = type(model) in ELEMENTWISE if elementwise is None else elementwise
         self.defaults = dict(model.defaults)
         for group, made in zip(self.param_groups, model.param_groups, strict=True):
-            for key, value in _settings(made).items():
+            for key, value in settings_of(made).items():
                 group.setdefault(key, value)
         self._inner: torch.optim.Optimizer | None = None
         self._buckets: list[Bucket] = []
@@ -131,7 +134,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _join(self, made: list[Bucket]) -> None:
         """Give the pieces of new buckets to the inner optimizer."""
-        groups: list[dict[str, Any]] = [_settings(group) | {"params": []} for group in self.param_groups]
+        groups: list[dict[str, Any]] = [settings_of(group) | {"params": []} for group in self.param_groups]
         for bucket in made:
             for piece in bucket.pieces:
                 groups[piece.group]["params"].append(piece.tensor)
@@ -143,12 +146,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             # An optimizer may give its parameters state when it is made (Adagrad does).
             self._inner.state.update(added.state)
             self._inner.param_groups += added.param_groups[len(self._inner.param_groups) :]
-        self._seat()
-
-    def _seat(self) -> None:
-        assert self._inner is not None
-        for index, group in enumerate(self._inner.param_groups):
-            group["params"] = [piece.tensor for b in self._buckets for piece in b.pieces if piece.group == index]
+        seat(self._inner, self._buckets)
 
     def _check_groups(self, made: torch.optim.Optimizer, counts: list[int]) -> None:
         found = [len(group["params"]) for group in made.param_groups]
@@ -175,7 +173,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             What the closure returned.
 
         Raises:
-            ValueError: for a sparse gradient, on every rank.
+            ValueError: for a sparse gradient, on every rank; for one that backward did not use, if it should have.
         """
         loss = None
         if closure is not None:
@@ -185,30 +183,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.stands_for._opt_called = True  # type: ignore[attr-defined]  # or its scheduler warns
         self.bind()
         self._refuse_sparse()
-        if self.reduce == "owner" and self._hook is None and self._ranks.count > 1:
+        if self.reduce == "owner" and self._hook is None and (self._ranks.count > 1 or self.in_backward):
             raise ValueError(
                 "reduce is 'owner' and the optimizer is not attached to the DDP model, which so all-reduces. Call "
                 "optimizer.attach(model) after wrapping it, or use policy.accelerator().prepare."
             )
-        if self._inner is None:
-            return loss  # nothing trains
-        self._update(self._inner)
-        gather_all(self._buckets)
+        if isinstance(self._hook, InBackward):
+            self._hook.check(self._buckets)
+        elif self._inner is not None:  # something trains
+            update(self._inner, self._buckets, self.param_groups)
         return loss
-
-    def _update(self, inner: torch.optim.Optimizer) -> None:
-        """Step the inner optimizer on this rank's pieces."""
-        cut = [bucket.take_gradients(inner.state) for bucket in self._buckets]
-        if any(cut):
-            self._seat()
-        for own, group in zip(inner.param_groups, self.param_groups, strict=True):
-            own.update(_settings(group))
-        if any(bucket.pieces for bucket in self._buckets):
-            inner.step()
-        for own, group in zip(inner.param_groups, self.param_groups, strict=True):
-            group.update(_settings(own))  # some count their steps there
-        for bucket in self._buckets:
-            bucket.drop_gradients()
 
     def _refuse_sparse(self) -> None:
         for index, group in enumerate(self.param_groups):
@@ -228,14 +212,25 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         if self.reduce == "owner" and self._hook is None:
             self.bind()
-            self._hook = OwnerReduce(model, self._buckets, self._ranks)
+            if self.in_backward and self._inner is not None:
+                self._hook = InBackward(model, self._buckets, self._ranks, self._inner, self.param_groups)
+            else:
+                self._hook = OwnerReduce(model, self._buckets, self._ranks)
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clip the gradients of all parameters to their global norm, and return it. Every rank must call it.
 
         With ``reduce="owner"`` it sums one number over the ranks.
+
+        Raises:
+            ValueError: if the weights are updated in backward, before there is a norm.
         """
+        if self.in_backward:
+            raise ValueError(
+                "gradients are clipped to their norm and in_backward is set: the first weights are updated before the "
+                "last gradients exist. Allowed: no clipping (in HF Trainer, max_grad_norm=0), or in_backward=False."
+            )
         everything = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         if self._hook is None:
             return torch.nn.utils.clip_grad_norm_(everything, max_norm, norm_type)
@@ -326,7 +321,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 if about is not None and (kept := bucket.master_of(part)) is not None:
                     kept.copy_(about["masters"][index])
             bucket.replace_states(found, self._inner.state)
-        self._seat()
+        seat(self._inner, self._buckets)
 
     def _group_of(self, part: Part) -> Mapping[str, Any]:
         return self.param_groups[part.slot.group]
@@ -366,7 +361,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     )
             bucket.replace_states(states, self._inner.state)
         if self._inner is not None:
-            self._seat()
+            seat(self._inner, self._buckets)
 
     @torch.no_grad()
     def after_fill(self) -> None:
@@ -391,7 +386,3 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._inner is not None:
             held += [v for s in self._inner.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
         return sum(tensor.numel() * tensor.element_size() for tensor in held)
-
-
-def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in _NO_SETTINGS}

@@ -1,10 +1,11 @@
-"""What a sharded optimizer's step costs beside PyTorch's: reducing gradients, updating, bringing the weights back.
+"""What a sharded optimizer's step costs beside others: reducing gradients, updating, bringing the weights back.
 
-    torchrun --nproc-per-node 2 recipes/benchmarks/optimizer.py -o optimizer.json
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 recipes/benchmarks/optimizer.py -o optimizer.json
 
-Every way trains the same stack of linear layers with AdamW, one step of each way in turn, as often as ``--repetitions``
-says, so that whatever else the machine does falls on all of them. A figure is the time of backward and step, of the
-slowest rank, less that of a backward that reduces nothing. Ratios of minima are what can be compared.
+Every way trains the same stack of linear layers with AdamW. Each is run in turn with PyTorch's ZeroRedundancyOptimizer
+and with a backward that reduces nothing, as often as ``--repetitions`` says, so that whatever else the machine does
+falls on all three. A figure is the time of backward and step, of the slowest rank, less that of the backward alone.
+Ratios of minima are what can be compared. The update is the time of the optimizer's step with nothing sent.
 
 Bytes are what arrives at a rank in a step, in units of the parameters' bytes, counted from the collectives; an
 all-reduce counts as its ring, ``2 (ranks - 1) / ranks``. ``ZeroRedundancyOptimizer(overlap_with_ddp=True)`` refuses
@@ -15,7 +16,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import json
+import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -31,25 +35,29 @@ from torch.nn.parallel import DistributedDataParallel
 from accel_shard import ShardedOptimizer
 
 WIDTH, ROWS = 1024, 4
+UPSTREAM = "torch.distributed.optim.zero_redundancy_optimizer.dist.broadcast"
+
+
+def stack_of(layers: int) -> torch.nn.ModuleList:
+    """Return the model: a first layer like an embedding, a quarter of all, which no whole parameters divide."""
+    torch.manual_seed(0)
+    first = torch.nn.Linear(WIDTH, max(WIDTH, WIDTH * layers // 3), bias=False)
+    rest = [torch.nn.Linear(first.out_features, WIDTH, bias=False)] if layers < 3 else []
+    return torch.nn.ModuleList([first, *rest, *[torch.nn.Linear(WIDTH, WIDTH) for _ in range(layers)]])
 
 
 class Way:
     """A model with its optimizer, and one step of them."""
 
     def __init__(self, layers: int, make: Callable[[Any], torch.optim.Optimizer], *, fsdp: bool = False) -> None:
-        torch.manual_seed(0)
-        # An embedding-like first layer, a quarter of all: what is shared out by whole parameters cannot cut it.
-        first = torch.nn.Linear(WIDTH, max(WIDTH, WIDTH * layers // 3), bias=False)
-        rest = [torch.nn.Linear(first.out_features, WIDTH, bias=False)] if layers < 3 else []
-        stack = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(layers)]
-        self.net: Any = torch.nn.ModuleList([first, *rest, *stack])
+        self.net: Any = stack_of(layers)
         if fsdp:
             for layer in self.net:
                 fully_shard(layer, reshard_after_forward=False)
             self.model: Any = self.net
         else:
             self.model = DistributedDataParallel(_Forward(self.net), gradient_as_bucket_view=True)
-        self.optimizer = make(self.net.parameters())
+        self.optimizer = make(self.net)
         if isinstance(self.optimizer, ShardedOptimizer):
             self.optimizer.attach(self.model)
 
@@ -90,7 +98,7 @@ class Local(Way):
     """Backward alone, without any rank beside: what every way pays."""
 
     def __init__(self, layers: int) -> None:
-        super().__init__(layers, lambda p: torch.optim.SGD(p, lr=0.0))
+        super().__init__(layers, lambda net: torch.optim.SGD(net.parameters(), lr=0.0))
 
     def step(self) -> float:
         """Return the seconds of backward."""
@@ -104,28 +112,76 @@ class Local(Way):
         return seconds
 
 
-def ways(layers: int) -> dict[str, Way]:
-    """Build each way; all of them hold their state at once, so mind the memory."""
+class DeepSpeed(Way):
+    """ZeRO-1 by DeepSpeed's own engine, in fp32."""
 
-    def adamw(**kind: bool) -> dict[str, Any]:
-        return {"lr": 1e-4, **kind}
+    def __init__(self, layers: int, make: Callable[[Any], torch.optim.Optimizer]) -> None:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        import deepspeed
+        from deepspeed.ops import __compatible_ops__
 
-    made: dict[str, Way] = {"backward alone": Local(layers)}
-    for name in ("foreach", "fused"):
-        kind = adamw(**{name: True})
+        __compatible_ops__["deepspeed_shm_comm"] = False  # compiled at every start on a CPU, and never used by ZeRO
+        self.net = stack_of(layers)
+        config = {
+            "train_micro_batch_size_per_gpu": ROWS, "gradient_clipping": 0.0, "zero_allow_untested_optimizer": True,
+            "zero_optimization": {"stage": 1}, "zero_force_ds_cpu_optimizer": False,
+        }  # fmt: skip
+        model = _Forward(self.net)
+        self.model, self.optimizer, *_ = deepspeed.initialize(model=model, optimizer=make(model), config=config)
 
-        def sharded(reduce: str, kind: dict[str, Any] = kind) -> Callable[[Any], torch.optim.Optimizer]:
-            return lambda p: ShardedOptimizer(p, torch.optim.AdamW, reduce=reduce, **kind)
+    def step(self) -> float:
+        """Return the seconds of backward and step."""
+        loss = self.loss(self.model)
+        dist.barrier()
+        start = time.perf_counter()
+        self.model.backward(loss)
+        self.model.step()
+        return time.perf_counter() - start
 
-        def redundant(p: Any, kind: dict[str, Any] = kind) -> torch.optim.Optimizer:
-            return ZeroRedundancyOptimizer(p, torch.optim.AdamW, parameters_as_bucket_view=True, **kind)
 
-        made[f"ZeroRedundancyOptimizer, {name}"] = Way(layers, redundant)
-        made[f"all, {name}"] = Way(layers, sharded("all"))
-        made[f"owner, {name}"] = Way(layers, sharded("owner"))
-    made["unsharded, fused"] = Way(layers, lambda p: torch.optim.AdamW(p, **adamw(fused=True)))
-    made["FSDP2 keeping weights, fused"] = Way(layers, lambda p: torch.optim.AdamW(p, **adamw(fused=True)), fsdp=True)
-    return made
+def ways(layers: int, kind: str) -> dict[str, Callable[[], Way]]:
+    """Return how to build each way; ``ZeroRedundancyOptimizer`` first, which stays beside each of the others."""
+    settings: dict[str, Any] = {"lr": 1e-4, kind: True}
+
+    def sharded(reduce: str, **more: Any) -> Callable[[], Way]:
+        return lambda: Way(
+            layers, lambda net: ShardedOptimizer(net.parameters(), torch.optim.AdamW, reduce=reduce, **more, **settings)
+        )
+
+    def plain(net: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(net.parameters(), **settings)
+
+    def redundant(net: Any) -> torch.optim.Optimizer:
+        return ZeroRedundancyOptimizer(net.parameters(), torch.optim.AdamW, parameters_as_bucket_view=True, **settings)
+
+    return {
+        "ZeroRedundancyOptimizer": lambda: Way(layers, redundant),
+        "all": sharded("all"),
+        "owner": sharded("owner"),
+        "in backward": sharded("owner", in_backward=True),
+        "unsharded": lambda: Way(layers, plain),
+        "DeepSpeed ZeRO-1": lambda: DeepSpeed(layers, plain),
+        "FSDP2 keeping weights": lambda: Way(layers, plain, fsdp=True),
+    }
+
+
+class _Sent:
+    def wait(self) -> None: ...
+
+
+def update(way: Way) -> float:
+    """Return the seconds of a step that sends nothing; the ranks' weights differ from then on."""
+    way.loss(way.model).backward()
+    with (
+        mock.patch("torch.distributed.broadcast", return_value=_Sent()),
+        mock.patch(UPSTREAM, return_value=_Sent()),
+    ):
+        dist.barrier()
+        start = time.perf_counter()
+        way.optimizer.step()
+        seconds = time.perf_counter() - start
+    way.optimizer.zero_grad()
+    return seconds
 
 
 @contextlib.contextmanager
@@ -141,10 +197,9 @@ def counting(arrived: list[int]) -> Iterator[None]:
         arrived[0] += output.nbytes * (dist.get_world_size() - 1) // dist.get_world_size()
         return all_to_all(output, given, *more, **options)
 
-    upstream = "torch.distributed.optim.zero_redundancy_optimizer.dist.broadcast"
     with (
         mock.patch("torch.distributed.broadcast", counted),
-        mock.patch(upstream, counted),
+        mock.patch(UPSTREAM, counted),
         mock.patch("torch.distributed.all_to_all_single", exchanged),
     ):
         yield
@@ -157,8 +212,47 @@ def traffic(way: Way, name: str, weight: int) -> float:
         way.step()
     total = torch.tensor([arrived[0]], dtype=torch.float64)
     dist.all_reduce(total)
-    reduced = 0.0 if name.startswith(("owner", "backward")) else 2 * (ranks - 1) / ranks
+    reduced = 0.0 if name in ("owner", "in backward") else 2 * (ranks - 1) / ranks
     return float(total) / ranks / weight + reduced
+
+
+def side_by_side(trio: dict[str, Way], repetitions: int) -> dict[str, list[float]]:
+    """Return the seconds of the slowest rank, of ways that take turns."""
+    for way in trio.values():  # DDP forms its buckets anew after the first step, and states are made in it
+        way.step()
+        way.step()
+    found: dict[str, list[float]] = {name: [] for name in trio}
+    for _ in range(repetitions):
+        for name, way in trio.items():
+            slowest = torch.tensor([way.step()])
+            dist.all_reduce(slowest, dist.ReduceOp.MAX)
+            found[name].append(float(slowest))
+    return found
+
+
+def measure(layers: int, kind: str, repetitions: int) -> dict[str, dict[str, Any]]:
+    """Return the figures of each way, built one after the other: all at once would be a lot of memory."""
+    makers = ways(layers, kind)
+    local, base = Local(layers), makers["ZeroRedundancyOptimizer"]()
+    weight = sum(p.numel() * 4 for p in local.net.parameters())
+    found: dict[str, dict[str, Any]] = {}
+    for name, make in makers.items():
+        way = base if name == "ZeroRedundancyOptimizer" else make()
+        seconds = side_by_side({"alone": local, "base": base, "way": way}, repetitions)
+        alone, theirs, ours = (min(times) for times in seconds.values())
+        found[name] = {
+            "seconds": seconds["way"], "ms": 1e3 * (ours - alone), "ratio": (ours - alone) / (theirs - alone),
+            "parameters": weight // 4, "alone_ms": 1e3 * alone,
+        }  # fmt: skip
+        if not name.startswith(("FSDP2", "DeepSpeed")):
+            found[name]["arrive"] = traffic(way, name, weight)
+        if name not in ("in backward", "DeepSpeed ZeRO-1"):  # these cannot be told apart from what they send
+            slowest = torch.tensor([min(update(way) for _ in range(3))])
+            dist.all_reduce(slowest, dist.ReduceOp.MAX)
+            found[name]["update_ms"] = 1e3 * float(slowest)
+        del way
+        gc.collect()
+    return found
 
 
 def main() -> None:
@@ -166,42 +260,32 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--millions", type=int, default=100, help="parameters of the model")
     parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--kinds", nargs="+", default=["foreach", "fused"], help="AdamW's implementations")
     parser.add_argument("-o", "--output", type=Path, default=None, help="where the figures go, as JSON")
     given = parser.parse_args()
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     layers = max(1, round(given.millions * 1e6 / WIDTH**2 * 0.75))
-    made = ways(layers)
-    weight = sum(p.numel() * 4 for p in made["backward alone"].net.parameters())
-    for way in made.values():  # DDP forms its buckets anew after the first step, and states are made in it
-        way.step()
-        way.step()
-    found: dict[str, list[float]] = {name: [] for name in made}
-    for _ in range(given.repetitions):
-        for name, way in made.items():
-            slowest = torch.tensor([way.step()])
-            dist.all_reduce(slowest, dist.ReduceOp.MAX)
-            found[name].append(float(slowest))
-    units = {name: traffic(way, name, weight) for name, way in made.items() if not name.startswith("FSDP2")}
+    figures = {kind: measure(layers, kind, given.repetitions) for kind in given.kinds}
     if dist.get_rank() == 0:
-        report(found, units, weight, given.output)
-    dist.destroy_process_group()
+        for kind, found in figures.items():
+            report(kind, found)
+        if given.output is not None:
+            given.output.write_text(json.dumps(figures, indent=1))
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads may need Python after their work, and abort one that ends
 
 
-def report(found: dict[str, list[float]], units: dict[str, float], weight: int, output: Path | None) -> None:
-    """Print a table, and write it."""
-    local = min(found.pop("backward alone"))
-    least = {name: min(times) - local for name, times in found.items()}
-    base = {name: min(v for k, v in least.items() if k.startswith("Zero") and k.endswith(name)) for name in
-            ("foreach", "fused")}  # fmt: skip
-    print(f"{weight / 4e6:.1f} M parameters, {dist.get_world_size()} ranks; backward alone {local * 1e3:.0f} ms")
-    ratios = {name: least[name] / base[name.rpartition(" ")[2]] for name in least}
-    for name in least:
-        sent = f"{units[name]:.2f} P arrive" if name in units else ""
-        print(f"{name:36} {least[name] * 1e3:7.0f} ms  {ratios[name]:5.2f} of ZeroRedundancyOptimizer's  {sent}")
-    if output is not None:
-        figures = {"parameters": weight // 4, "backward": local, "seconds": found, "ratios": ratios, "arrive": units}
-        output.write_text(json.dumps(figures, indent=1))
+def report(kind: str, found: dict[str, dict[str, Any]]) -> None:
+    """Print a table."""
+    count, alone = found["all"]["parameters"], found["all"]["alone_ms"]
+    print(f"AdamW {kind}: {count / 1e6:.1f} M parameters, {dist.get_world_size()} ranks, backward alone {alone:.0f} ms")
+    print(f"{'':24} {'ms':>6} {'of ZeRO R.O.':>13} {'update ms':>10} {'P arrive':>9}")
+    for name, row in found.items():
+        apart = f"{row['update_ms']:10.0f}" if "update_ms" in row else " " * 10
+        units = f"{row['arrive']:9.2f}" if "arrive" in row else ""
+        print(f"{name:24} {row['ms']:6.0f} {row['ratio']:13.2f} {apart} {units}")
 
 
 if __name__ == "__main__":

@@ -170,6 +170,56 @@ def test_weights_are_those_of_the_unsharded_optimizer(name: str, ranks: RankPool
         assert difference <= (1e-6 if "fused" in name else 0.0)
 
 
+def in_small_parts(name: str) -> tuple[float, float]:
+    """A small net in buckets, and buckets in blocks, as a large one is."""
+    with small_parts():
+        return side_by_side(name)
+
+
+@contextlib.contextmanager
+def small_parts() -> Iterator[None]:
+    with (
+        unittest.mock.patch("accel_shard.optim.partition.CHUNK_BYTES", (100, 400)),
+        unittest.mock.patch("accel_shard.optim.stepping.BLOCK", 16),
+    ):
+        yield
+
+
+@pytest.mark.parametrize("ranks", [2, 4], indirect=True)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_buckets_and_blocks_change_nothing(name: str, ranks: RankPool) -> None:
+    for difference, moved in ranks.run(in_small_parts, name):
+        assert moved > 5e-3, "nothing was trained"
+        assert difference <= (1e-6 if "fused" in name else 0.0)
+
+
+def counted_parts() -> tuple[list[int], list[int]]:
+    """Elements of the pieces, and of what the inner optimizer is stepped on."""
+    torch.manual_seed(0)
+    layers = torch.nn.Sequential(*[torch.nn.Linear(8, 8, bias=False) for _ in range(6)])
+    with small_parts():
+        optimizer: Any = ShardedOptimizer(layers.parameters(), torch.optim.AdamW, foreach=True)
+        optimizer.bind()
+        stepped: list[int] = []
+        kept = optimizer._inner.step
+
+        def step() -> None:
+            stepped.extend(p.numel() for g in optimizer._inner.param_groups for p in g["params"])
+            kept()
+
+        optimizer._inner.step = step
+        layers(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+    return [piece.tensor.numel() for bucket in optimizer._buckets for piece in bucket.pieces], stepped
+
+
+def test_small_parts_are_stepped_one_after_the_other(two_ranks: RankPool) -> None:
+    for pieces, stepped in two_ranks.run(counted_parts):
+        # From the last layer on: 256 bytes are above 100; the next two are above 400; in forward's order.
+        assert pieces == [32, 64, 64, 32]
+        assert stepped == [16] * (sum(pieces) // 16)
+
+
 @pytest.mark.parametrize("name", [*OPTIMIZERS, *FOREIGN, "home-made"])
 def test_one_process_without_a_group(name: str) -> None:
     assert not dist.is_initialized()
@@ -225,7 +275,8 @@ def test_each_rank_holds_its_share_of_the_state_to_one_element_a_group(ranks: Ra
     assert sum(held for held, _ in shares) == whole, "everything once"
     for held, mine in shares:
         assert held <= whole / ranks.world * 1.01
-        assert [count for count, _ in mine] == [1, 1], "one flat tensor a group"
+        # The weights are above 1 MB, where DDP ends its first bucket; its next ends at 25 MB.
+        assert [count for count, _ in mine] == [2, 1], "one flat tensor a group and bucket"
         for (_, numel), (_, total) in zip(mine, groups, strict=True):
             assert abs(numel - total / ranks.world) < ranks.world, "the last rank's range ends with the elements"
             assert numel < total / ranks.world + 1
@@ -348,6 +399,20 @@ def test_states_are_torchs_own_where_a_gradient_was_missing(two_ranks: RankPool)
     first, second = two_ranks.run(in_turns)
     seen = [max(pair) for pair in zip(first, second, strict=True)]
     assert seen == [5, 2, -1]  # every step; steps 1 and 4; frozen
+
+
+def used_too_late() -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 1))
+    optimizer = ShardedOptimizer(net.parameters(), torch.optim.SGD, lr=0.1)
+    loss = net(torch.ones(2, 3)).sum()
+    loss.backward(retain_graph=True)
+    optimizer.step()
+    loss.backward()
+
+
+def test_autograd_sees_that_a_step_wrote_the_weights(two_ranks: RankPool) -> None:
+    with pytest.raises(RankError, match="modified by an inplace operation"):
+        two_ranks.run(used_too_late)
 
 
 def low_precision(dtype: torch.dtype) -> tuple[float, float, int, int]:
