@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
     from accel_shard.backends.parameter_layout import StateShape
-    from accel_shard.layout import Layout
+    from accel_shard.layout import FlatTensor, Layout
 
 __all__ = ["DeepSpeedBackend"]
 
@@ -214,6 +214,12 @@ class DeepSpeedBackend(Backend):
             return describe_zero(model)
         named, client = self.named_module(accelerator, model), self.torch_optimizer(model, optimizer)
         return describe(named, client, lambda _, tensor: Shard.whole(tensor), replicated=True)
+
+    def flat_tensors(self, accelerator: Accelerator, model: torch.nn.Module, optimizer: Any) -> list[FlatTensor] | None:
+        """Describe the tensors that the client optimizer is stepped with: flat partitions, but for stage 0."""
+        from accel_shard.backends.zero_layout import flat_tensors
+
+        return flat_tensors(model) if self.policy.zero_stage else None
 
     def named_module(self, accelerator: Accelerator, model: torch.nn.Module) -> torch.nn.Module:
         """Return the model inside the engine."""
