@@ -304,13 +304,16 @@ class FlatTensor:
         tensor: in ``param_groups`` when the optimizer is stepped.
         group: index of its parameter group.
         held: of every parameter that has a range in it on some rank; the same parameters in one order on every rank.
-        alone: whether the optimizer is stepped for it alone, with zeros where a parameter got no gradient.
+        alone: whether the optimizer is stepped for it alone.
+        reached: the ``id`` of parameters that backward has reached since the last step; who steps takes them out. None
+            if nobody looks: then a gradient of zeros says that it has not.
     """
 
     tensor: torch.Tensor
     group: int
     held: tuple[Held, ...]
-    alone: bool
+    alone: bool = False
+    reached: set[int] | None = None
 
 
 @runtime_checkable

@@ -180,7 +180,7 @@ class FSDP1Backend(Backend):
         starts = self._starts(accelerator, model)
         names = {id(p): name for name, p in name_parameters(model)[0].items()}
         return [
-            FlatTensor(p, index, (Held(p, tuple(self._shapes[n]), starts[n], 0, p.numel()),), alone=False)
+            FlatTensor(p, index, (Held(p, tuple(self._shapes[n]), starts[n], 0, p.numel()),))
             for index, group in enumerate(self.torch_optimizer(model, optimizer).param_groups)
             for p in group["params"]
             for n in (names[id(p)],)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from accel_shard.backends.parameter_layout import StateShape, group_settings, name_parameters, scalar_on
@@ -24,7 +25,7 @@ from accel_shard.names import persistent_buffers
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["describe_zero", "flat_tensors", "materialize_zero", "probe", "refresh_zero"]
+__all__ = ["describe_zero", "flat_tensors", "materialize_zero", "probe", "refresh_zero", "watch"]
 
 _NAMES: Final = {
     2: (
@@ -118,7 +119,23 @@ def describe_zero(engine: Any) -> Layout:
     return layout
 
 
-def flat_tensors(engine: Any) -> list[FlatTensor]:
+def watch(engine: Any) -> set[int]:
+    """Return a set to which backward adds the ``id`` of each parameter that it reaches.
+
+    For one that it does not, stages 1 and 2 have zeros, and stage 3 (deepspeed 0.19.8) the gradient of an earlier step.
+    """
+    reached: set[int] = set()
+
+    def reach(number: int, _: torch.Tensor) -> None:
+        reached.add(number)
+
+    for parameter in engine.module.parameters():
+        if parameter.requires_grad:
+            parameter.register_hook(partial(reach, id(parameter)))
+    return reached
+
+
+def flat_tensors(engine: Any, reached: set[int] | None) -> list[FlatTensor]:
     """Describe the flat partitions that the client optimizer is stepped with. Local: communicates nothing."""
     probe(engine)
     return [
@@ -127,6 +144,7 @@ def flat_tensors(engine: Any) -> list[FlatTensor]:
             flat.group,
             tuple(Held(p.parameter, _shape(p.parameter), p.start, p.offset, p.count) for p in flat.pieces),
             alone=True,
+            reached=reached,
         )
         for flat in _flats(engine)
     ]

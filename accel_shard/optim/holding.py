@@ -28,7 +28,9 @@ class Member:
     """Index of the group, and of the parameter in it: the same under every policy."""
     held: Held | None = None
     alone: bool = False
-    """Whether it is stepped with its tensor alone, with zeros if it got no gradient."""
+    """Whether its tensor is stepped alone."""
+    reached: set[int] | None = None
+    """Parameters that backward has reached; None if nobody looks."""
     steps: int = 0
     """How many steps it has done."""
 
@@ -67,6 +69,17 @@ class Member:
             )
         return self._shard(gradient)
 
+    def has_gradient(self) -> bool | None:
+        """Tell whether a gradient that is there is of this step; None if only its values say so."""
+        if self.held is None:
+            return True
+        return None if self.reached is None else id(self.parameter) in self.reached
+
+    def done(self) -> None:
+        """Forget, after a step, that backward has reached it."""
+        if self.reached is not None:
+            self.reached.discard(id(self.parameter))
+
     def _shard(self, tensor: torch.Tensor) -> Shard:
         if self.held is not None:
             flat = tensor.detach().reshape(-1)[self.held.offset : self.held.offset + self.held.count]
@@ -100,7 +113,14 @@ def members_of(
     for thing in flat:
         for held in thing.held if thing.tensor.requires_grad else ():
             members.append(
-                Member(thing.tensor, groups[thing.group], (thing.group, counts[thing.group]), held, thing.alone)
+                Member(
+                    thing.tensor,
+                    groups[thing.group],
+                    (thing.group, counts[thing.group]),
+                    held,
+                    thing.alone,
+                    thing.reached,
+                )
             )
             counts[thing.group] += 1
     return members
@@ -191,7 +211,7 @@ def _table(members: Sequence[Member], gradients: Sequence[Shard | None]) -> torc
         if gradient is None:
             table[index, 1] = member.weight().numel > 0
             continue
-        table[index, 0] = not member.alone
+        table[index, 0] = bool(member.has_gradient())
         tensors += [part for _, part in gradient.parts]
         places += [index] * len(gradient.parts)
     table = table.to(device)
@@ -199,7 +219,8 @@ def _table(members: Sequence[Member], gradients: Sequence[Shard | None]) -> torc
         wide = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
         norms = torch.stack([n.to(device, wide) for n in torch._foreach_norm(tensors, ord=float("inf"))])
         where = torch.tensor(places, device=device)
-        for column, found in ((2, ~norms.isfinite()), (0, norms != 0)):
+        by_value = torch.tensor([members[index].has_gradient() is None for index in places], device=device)
+        for column, found in ((2, ~norms.isfinite()), (0, (norms != 0) & by_value)):
             marks = torch.zeros(len(members), dtype=torch.int32, device=device).index_add_(0, where, found.int())
             table[:, column] |= (marks > 0).to(torch.uint8)
     return table

@@ -32,7 +32,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
     Construct it before or after ``prepare``, or before the model is moved: parameters are looked up at the first step.
     Under FSDP1 and DeepSpeed that needs ``ShardingPolicy(...).accelerator()``, whose ``prepare`` tells it what their
     flat tensors are made of. A parameter that has no gradient in a step, on any rank, is passed over, as torch does;
-    one that has a gradient on some of the ranks that share it counts as zero on the others. DeepSpeed has zeros for a
+    one that has a gradient on some of the ranks that share it counts as zero on the others. FSDP1 has zeros for a
     parameter without a gradient, so there a gradient of zeros counts as none.
 
     Args:
@@ -196,6 +196,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
             return loss
         gradients = [member.gradient() for member in members]
         active, infinite = agree(members, gradients, self._ranks)
+        for member in members:
+            member.done()
         if infinite:
             self._refuse([members[i] for i in infinite])
             return loss
