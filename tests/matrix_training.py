@@ -118,10 +118,14 @@ def groups(model: Net) -> list[dict[str, Any]]:
     ]
 
 
-def optimizer_for(model: Net, core: str, **options: Any) -> MatrixOptimizer:
+def optimizer_for(model: Net, core: str, *, frozen: bool = True, **options: Any) -> MatrixOptimizer:
+    """With the frozen weight in its group, or without: a snapshot of DDP's groups would not be one of DeepSpeed's."""
     kind, settings = CORES[core]
+    given = groups(model)
+    for group in () if frozen else given:
+        group["params"] = [p for p in group["params"] if p.requires_grad]
     settings = {"lr": 2e-2, "max_preconditioner_dim": BLOCK} | settings | options
-    return MatrixOptimizer(groups(model), kind(), **settings)
+    return MatrixOptimizer(given, kind(), **settings)
 
 
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:

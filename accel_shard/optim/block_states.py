@@ -75,7 +75,7 @@ def materialize(
 def _expected(core: Core, member: Member) -> Iterator[tuple[str, tuple[tuple[int, ...], torch.dtype]]]:
     if is_matrix(member):
         for block in cut(member):
-            for state, (shape, dtype) in core.state(block.sizes, member.group).items():
+            for state, (shape, dtype) in core.state(block.sizes, member.cut_by).items():
                 yield block_key(state, block.offsets), (tuple(shape), dtype)
     else:
         wide = torch.float64 if member.tensor.dtype == torch.float64 else torch.float32

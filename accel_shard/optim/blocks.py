@@ -59,21 +59,26 @@ class Grid:
     """How a parameter is cut into blocks.
 
     Attributes:
-        max_block: longest side of a block; None for no cut. The last block of a row or column is what is left.
+        max_preconditioner_dim: longest side of a block; None for no cut. The last block of a row or column is what is
+            left.
         row_dims: how many leading dimensions are merged into the rows of the matrix; the others are its columns. 0
             chooses the squarest matrix.
         heads: into how many equal bands the matrix is cut before, as the heads of an attention matrix.
         heads_axis: 0 if a head is a band of rows, 1 if it is one of columns.
     """
 
-    max_block: int | None = None
+    max_preconditioner_dim: int | None = None
     row_dims: int = 1
     heads: int = 1
     heads_axis: int = 0
 
     def __post_init__(self) -> None:
         allowed = (
-            ("max_block", self.max_block is None or self.max_block >= 1, "None, or at least 1"),
+            (
+                "max_preconditioner_dim",
+                self.max_preconditioner_dim is None or self.max_preconditioner_dim >= 1,
+                "None, or at least 1",
+            ),
             ("row_dims", self.row_dims >= 0, "at least 0"),
             ("heads", self.heads >= 1, "at least 1"),
             ("heads_axis", self.heads_axis in (0, 1), "0, 1"),
@@ -119,7 +124,7 @@ class Grid:
 
     def _spans(self, length: int, bands: int) -> list[tuple[int, int]]:
         band = length // bands
-        step = min(band, self.max_block or band)
+        step = min(band, self.max_preconditioner_dim or band)
         return [
             (start + low, min(start + low + step, start + band))
             for start in range(0, length, band)

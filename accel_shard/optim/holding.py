@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,8 @@ class Member:
     """Its parameter group, live."""
     place: tuple[int, int]
     """Index of the group, and of the parameter in it: the same under every policy."""
+    cut_by: Mapping[str, Any]
+    """The group's settings when the parameter was cut into blocks, which later ones do not change."""
     held: Held | None = None
     alone: bool = False
     """Whether its tensor is stepped alone."""
@@ -100,10 +102,11 @@ def members_of(
     Raises:
         ValueError: for tensors that are no parameters, and nobody says what they are made of.
     """
+    settings = [{key: value for key, value in group.items() if key != "params"} for group in groups]
     if flat is None:
         _refuse_flattened(groups, given)
         return [
-            Member(tensor, group, (index, number))
+            Member(tensor, group, (index, number), settings[index])
             for index, group in enumerate(groups)
             for number, tensor in enumerate(group["params"])
             if tensor.requires_grad
@@ -111,18 +114,13 @@ def members_of(
     counts = [0] * len(groups)
     members = []
     for thing in flat:
+        group = thing.group
         for held in thing.held if thing.tensor.requires_grad else ():
+            place = (group, counts[group])
+            counts[group] += 1
             members.append(
-                Member(
-                    thing.tensor,
-                    groups[thing.group],
-                    (thing.group, counts[thing.group]),
-                    held,
-                    thing.alone,
-                    thing.reached,
-                )
+                Member(thing.tensor, groups[group], place, settings[group], held, thing.alone, thing.reached)
             )
-            counts[thing.group] += 1
     return members
 
 

@@ -15,7 +15,7 @@ from accel_shard.optim.bucket import Ranks
 from accel_shard.optim.core import Core
 from accel_shard.optim.holding import Member, agree, held_by_all, members_of
 from accel_shard.optim.stacks import Counts
-from accel_shard.optim.unit import Unit, cut, is_matrix, work_of
+from accel_shard.optim.unit import GRID, Unit, cut, is_matrix, work_of
 
 __all__ = ["MatrixOptimizer"]
 
@@ -114,15 +114,16 @@ class MatrixOptimizer(torch.optim.Optimizer):
             ValueError: for parameters that are not what the optimizer was given, and nobody says what they are.
         """
         known = {id(member.parameter) for unit in self._units for member in unit.members}
-        if not any(
-            p.requires_grad and id(p) not in self._bound for group in self.param_groups for p in group["params"]
-        ):
-            return
+        seen = (p for group in self.param_groups for p in group["params"] if p.requires_grad)
+        if self._units and all(id(p) in self._bound for p in seen):
+            return  # DeepSpeed shows no tensors but while it steps
         if not self._units:
             self._ranks = Ranks.of(self._process_group)
             self._loads = [0.0] * self._ranks.count
         found = members_of(self._groups, self._given, self._tensors())
         fresh = [member for member in found if id(member.parameter) not in known]
+        if not fresh:
+            return
         self._bound |= {id(member.tensor) for member in found}
         self._plan(fresh)
         apart: dict[Any, list[Member]] = {}
@@ -186,9 +187,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self.bind()
-        if self._state_of_plan() != self._planned:
-            self._plan()
-            self._arrange()
+        self._follow_settings()
         present = {id(p) for group in self.param_groups for p in group["params"]}
         now = [i for i, unit in enumerate(self._units) if any(id(m.tensor) in present for m in unit.members)]
         members = [member for i in now for member in self._units[i].members]
@@ -207,6 +206,23 @@ class MatrixOptimizer(torch.optim.Optimizer):
             self._units[i].step(active[at:end], gradients[at:end], self._phases[i], self.core, self._counts)
             at = end
         return loss
+
+    def _follow_settings(self) -> None:
+        """Take notice of what was changed in the groups.
+
+        Raises:
+            ValueError: for what cannot be changed any more.
+        """
+        for member in self._members():
+            for name in (*GRID, "core"):
+                if member.group[name] != member.cut_by[name]:
+                    raise ValueError(
+                        f"{name} of group {member.place[0]} is {member.group[name]!r} and was {member.cut_by[name]!r} "
+                        "at the first step, by which the parameters were cut. Set it before, or make a new optimizer."
+                    )
+        if self._state_of_plan() != self._planned:
+            self._plan()
+            self._arrange()
 
     def _refuse(self, members: Sequence[Member]) -> None:
         self._skipped += 1

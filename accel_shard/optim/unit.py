@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -15,7 +15,11 @@ from accel_shard.optim.exchange import Exchange, Holders, Job, Piece
 from accel_shard.optim.holding import Member
 from accel_shard.optim.stacks import Counts, Entry, MatrixStack, Stack, VectorStack
 
-__all__ = ["Unit", "compute_dtype", "cut", "is_matrix", "work_of"]
+__all__ = ["GRID", "Unit", "compute_dtype", "cut", "is_matrix", "work_of"]
+
+
+GRID: Final = ("max_preconditioner_dim", "row_dims", "heads", "heads_axis")
+"""Settings that say how a parameter is cut."""
 
 
 def is_matrix(member: Member) -> bool:
@@ -24,7 +28,7 @@ def is_matrix(member: Member) -> bool:
     Raises:
         ValueError: for a group that names neither.
     """
-    chosen = member.group["core"]
+    chosen = member.cut_by["core"]
     if chosen not in ("matrix", "adamw"):
         raise ValueError(f"core is {chosen!r} in group {member.place[0]}. Allowed: 'matrix', 'adamw'.")
     return chosen == "matrix" and len(member.shape) > 1
@@ -42,10 +46,8 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def cut(member: Member) -> list[Block]:
-    """Cut a parameter that the core updates into blocks, by the settings of its group."""
-    group = member.group
-    grid = Grid(group["max_preconditioner_dim"], group["row_dims"], group["heads"], group["heads_axis"])
-    return grid.blocks(member.shape)
+    """Cut a parameter that the core updates into blocks, by the settings of its group at the first step."""
+    return Grid(**{name: member.cut_by[name] for name in GRID}).blocks(member.shape)
 
 
 def work_of(core: Core, block: Block, group: Mapping[str, Any]) -> Work:

@@ -373,7 +373,7 @@ def on_one_rank(sharded: bool) -> list[torch.Tensor]:
         net.weight.grad = None
     before = net.weight.full_tensor() if sharded else net.weight.detach().clone()
     optimizer.step()
-    return [before, net.weight.full_tensor() if sharded else net.weight.detach()]
+    return [before.detach(), (net.weight.full_tensor() if sharded else net.weight).detach()]
 
 
 def test_a_gradient_on_some_ranks_only(two_ranks: RankPool) -> None:
@@ -427,7 +427,7 @@ def test_kept_roots_are_counted() -> None:
     ("options", "words"),
     [
         ({"nonfinite": "ignore"}, "unknown nonfinite 'ignore'"),
-        ({"max_preconditioner_dim": 0}, "max_preconditioner_dim"),
+        ({"max_preconditioner_dim": 0}, "max_preconditioner_dim is 0"),
         ({"heads": 3}, "heads is 3"),
         ({"core": "muon"}, "core is 'muon'"),
     ],

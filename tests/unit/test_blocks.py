@@ -85,7 +85,7 @@ def test_a_parameter_without_elements_has_no_blocks() -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: Grid(0), "max_block is 0"),
+        (lambda: Grid(0), "max_preconditioner_dim is 0"),
         (lambda: Grid(heads_axis=2), "heads_axis is 2"),
         (lambda: Grid(heads=3).blocks((10, 4)), "divides its rows"),
         (lambda: Grid(row_dims=2).blocks((10, 4)), "row_dims is 2"),
