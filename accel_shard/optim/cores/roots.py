@@ -101,8 +101,9 @@ def root_of(
         halves = torch.where(values > cutoff, halves.pow(-exponent / 2), 0.0)
     else:
         lifted = values + added
-        lifted = lifted + (added - lifted.amin(-1, keepdim=True)).clamp(min=0)
-        halves = lifted.pow(-exponent / 2)
+        least = lifted.amin(-1, keepdim=True)
+        # In this order: what is added may be less than the rounding of the least.
+        halves = torch.where(least < added, (lifted - least) + added, lifted).pow(-exponent / 2)
     # From both sides, so that the root is exactly symmetric and is made in 5/8 of a product.
     return gram(vectors * halves.unsqueeze(-2))
 
