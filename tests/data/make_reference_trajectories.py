@@ -27,49 +27,174 @@ ABSOLUTE = {"epsilon": 2.0**-20, "relative_epsilon": False}
 # For each case the name of the core, our settings, and the parameters that it can have. SOAP's basis is only determined
 # where the factors have full rank, or all but one.
 CASES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
-    "eigh_adam": ("shampoo", {
-        "betas": BETAS, **ABSOLUTE, "precondition_frequency": 3, "grafting": "adam", "weight_decay": 0.125}, tuple(SHAPES)),
-    "sum_adagrad": ("shampoo", {
-        "betas": (0.0, 1.0), **ABSOLUTE, "precondition_frequency": 1, "grafting": "adagrad",
-        "grafting_epsilon": 2.0**-30}, tuple(SHAPES)),
-    "sgd_nesterov": ("shampoo", {
-        "betas": BETAS, **ABSOLUTE, "precondition_frequency": 2, "start_preconditioning_step": 4, "grafting": "sgd",
-        "momentum": 0.5, "use_nesterov": True}, tuple(SHAPES)),
-    "ungrafted_dampening": ("shampoo", {
-        "betas": BETAS, **ABSOLUTE, "precondition_frequency": 2, "grafting": "none", "use_bias_correction": False,
-        "momentum": 0.75, "dampening": 0.25}, tuple(SHAPES)),
-    "newton_adam": ("shampoo", {
-        "betas": BETAS, "epsilon": 2.0**-10, "relative_epsilon": False, "precondition_frequency": 2, "grafting": "adam",
-        "root_method": "newton"}, tuple(SHAPES)),
-    "exponents_rmsprop": ("shampoo", {
-        "betas": BETAS, **ABSOLUTE, "precondition_frequency": 2, "grafting": "rmsprop",
-        "inverse_exponent_override": {1: 0.25, 2: {0: 0.5}, 3: {0: 0.0, 1: 0.375}}}, tuple(SHAPES)),
-    "late_start": ("shampoo", {
-        "betas": BETAS, **ABSOLUTE, "precondition_frequency": 2, "start_preconditioning_step": 7, "grafting": "adam",
-        "grafting_beta2": 0.5}, tuple(SHAPES)),
-    "beta3": ("shampoo", {
-        "betas": BETAS, "beta3": 0.25, **ABSOLUTE, "precondition_frequency": 1, "grafting": "none"}, tuple(SHAPES)),
-    "pseudo_inverse": ("shampoo", {
-        "betas": (0.0, 1.0), "epsilon": 0.0, "relative_epsilon": False, "pseudo_inverse": True,
-        "precondition_frequency": 1, "grafting": "none"}, ("matrix", "vector")),
-    "trace_scaling": ("shampoo", {
-        "betas": BETAS, **ABSOLUTE, "precondition_frequency": 2, "grafting": "none", "trace_scaling_exponent": 0.5},
-        tuple(SHAPES)),
-    "soap": ("soap", {
-        "betas": BETAS, "epsilon": 2.0**-20, "precondition_frequency": 2, "start_preconditioning_step": -1,
-        "weight_decay": 0.125}, ("matrix", "cube")),
-    "soap_one_sided": ("soap", {
-        "betas": BETAS, "epsilon": 2.0**-20, "precondition_frequency": 3, "start_preconditioning_step": 5,
-        "ignored_basis_change_dims": {2: [0], 3: [0, 2]}, "inverse_exponent": 0.375, "weight_decay": 0.0},
-        ("matrix", "cube")),
-    "soap_sum": ("soap", {
-        "betas": (0.0, 1.0), "epsilon": 2.0**-20, "precondition_frequency": 1, "start_preconditioning_step": 1,
-        "momentum": 0.5, "weight_decay": 0.0}, ("matrix", "cube")),
-    "muon": ("muon", {
-        "momentum": 0.5, "nesterov": False, "weight_decay": 0.125, "ns_dtype": "float64"}, ("matrix",)),
-    "muon_nesterov": ("muon", {
-        "momentum": 0.5, "nesterov": True, "weight_decay": 0.0, "ns_dtype": "float64", "ns_steps": 3}, ("matrix",)),
-}  # fmt: skip
+    "eigh_adam": (
+        "shampoo",
+        {
+            "betas": BETAS,
+            **ABSOLUTE,
+            "precondition_frequency": 3,
+            "start_preconditioning_step": 3,
+            "grafting": "adam",
+            "weight_decay": 0.125,
+        },
+        tuple(SHAPES),
+    ),
+    "sum_adagrad": (
+        "shampoo",
+        {
+            "betas": (0.0, 1.0),
+            **ABSOLUTE,
+            "precondition_frequency": 1,
+            "start_preconditioning_step": 1,
+            "grafting": "adagrad",
+            "grafting_epsilon": 2.0**-30,
+        },
+        tuple(SHAPES),
+    ),
+    "sgd_nesterov": (
+        "shampoo",
+        {
+            "betas": BETAS,
+            **ABSOLUTE,
+            "precondition_frequency": 2,
+            "start_preconditioning_step": 4,
+            "grafting": "sgd",
+            "momentum": 0.5,
+            "use_nesterov": True,
+        },
+        tuple(SHAPES),
+    ),
+    "ungrafted_dampening": (
+        "shampoo",
+        {
+            "betas": BETAS,
+            **ABSOLUTE,
+            "precondition_frequency": 2,
+            "start_preconditioning_step": 2,
+            "grafting": "none",
+            "use_bias_correction": False,
+            "momentum": 0.75,
+            "dampening": 0.25,
+        },
+        tuple(SHAPES),
+    ),
+    "newton_adam": (
+        "shampoo",
+        {
+            "betas": BETAS,
+            "epsilon": 2.0**-10,
+            "relative_epsilon": False,
+            "precondition_frequency": 2,
+            "start_preconditioning_step": 2,
+            "grafting": "adam",
+            "root_method": "newton",
+        },
+        tuple(SHAPES),
+    ),
+    "exponents_rmsprop": (
+        "shampoo",
+        {
+            "betas": BETAS,
+            **ABSOLUTE,
+            "precondition_frequency": 2,
+            "start_preconditioning_step": 2,
+            "grafting": "rmsprop",
+            "inverse_exponent_override": {1: 0.25, 2: {0: 0.5}, 3: {0: 0.0, 1: 0.375}},
+        },
+        tuple(SHAPES),
+    ),
+    "late_start": (
+        "shampoo",
+        {
+            "betas": BETAS,
+            **ABSOLUTE,
+            "precondition_frequency": 2,
+            "start_preconditioning_step": 7,
+            "grafting": "adam",
+            "grafting_beta2": 0.5,
+        },
+        tuple(SHAPES),
+    ),
+    "beta3": (
+        "shampoo",
+        {
+            "betas": BETAS,
+            "beta3": 0.25,
+            **ABSOLUTE,
+            "precondition_frequency": 1,
+            "start_preconditioning_step": 1,
+            "grafting": "none",
+        },
+        tuple(SHAPES),
+    ),
+    "pseudo_inverse": (
+        "shampoo",
+        {
+            "betas": (0.0, 1.0),
+            "epsilon": 0.0,
+            "relative_epsilon": False,
+            "pseudo_inverse": True,
+            "precondition_frequency": 1,
+            "start_preconditioning_step": 1,
+            "grafting": "none",
+        },
+        ("matrix", "vector"),
+    ),
+    "trace_scaling": (
+        "shampoo",
+        {
+            "betas": BETAS,
+            **ABSOLUTE,
+            "precondition_frequency": 2,
+            "start_preconditioning_step": 2,
+            "grafting": "none",
+            "trace_scaling_exponent": 0.5,
+        },
+        tuple(SHAPES),
+    ),
+    "soap": (
+        "soap",
+        {
+            "betas": BETAS,
+            "epsilon": 2.0**-20,
+            "precondition_frequency": 2,
+            "start_preconditioning_step": 2,
+            "weight_decay": 0.125,
+        },
+        ("matrix", "cube"),
+    ),
+    "soap_one_sided": (
+        "soap",
+        {
+            "betas": BETAS,
+            "epsilon": 2.0**-20,
+            "precondition_frequency": 3,
+            "start_preconditioning_step": 5,
+            "ignored_basis_change_dims": {2: [0], 3: [0, 2]},
+            "inverse_exponent": 0.375,
+            "weight_decay": 0.0,
+        },
+        ("matrix", "cube"),
+    ),
+    "soap_sum": (
+        "soap",
+        {
+            "betas": (0.0, 1.0),
+            "epsilon": 2.0**-20,
+            "precondition_frequency": 1,
+            "start_preconditioning_step": 1,
+            "momentum": 0.5,
+            "weight_decay": 0.0,
+        },
+        ("matrix", "cube"),
+    ),
+    "muon": ("muon", {"momentum": 0.5, "nesterov": False, "weight_decay": 0.125, "ns_dtype": "float64"}, ("matrix",)),
+    "muon_nesterov": (
+        "muon",
+        {"momentum": 0.5, "nesterov": True, "weight_decay": 0.0, "ns_dtype": "float64", "ns_steps": 3},
+        ("matrix",),
+    ),
+}
 LR = 2.0**-5
 
 

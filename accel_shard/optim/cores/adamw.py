@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from accel_shard.optim.core import Core, Cost
+from accel_shard.optim.cores.batch import pieces
 from accel_shard.optim.cores.checks import check_common, dtype_of, require
 
 __all__ = ["AdamWCore"]
@@ -45,9 +46,12 @@ class AdamWCore(Core):
         self, gradient: torch.Tensor, state: Mapping[str, torch.Tensor], settings: Mapping[str, Any], step: int
     ) -> torch.Tensor:
         """Return the mean over the root of the mean square, with the bias of both corrected."""
-        (beta1, beta2), mean, square = settings["betas"], state["exp_avg"], state["exp_avg_sq"]
-        seen = gradient.to(mean.dtype)
-        mean.lerp_(seen, 1 - beta1)
-        square.mul_(beta2).addcmul_(seen, seen, value=1 - beta2)
-        below = (square.sqrt() / math.sqrt(1 - beta2**step)).add_(settings["eps"])
-        return torch.div(mean, below, out=below).div_(1 - beta1**step).to(gradient.dtype)
+        beta1, beta2 = settings["betas"]
+        for at in pieces(gradient):
+            block, mean, square = gradient[at], state["exp_avg"][at], state["exp_avg_sq"][at]
+            seen = block.to(mean.dtype)
+            mean.lerp_(seen, 1 - beta1)
+            square.mul_(beta2).addcmul_(seen, seen, value=1 - beta2)
+            below = (square.sqrt() / math.sqrt(1 - beta2**step)).add_(settings["eps"])
+            block.copy_(torch.div(mean, below, out=below).div_(1 - beta1**step))
+        return gradient

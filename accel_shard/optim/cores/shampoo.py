@@ -35,8 +35,9 @@ class ShampooCore(Core):
     * ``epsilon``, ``relative_epsilon``: added to each factor's eigenvalues before the root; relative: times its trace.
       ``pseudo_inverse``: leave the directions without gradient out instead; ``epsilon`` must be 0 then.
     * ``precondition_frequency``: every how many steps a root is computed; ``statistics_every``: and the factors are
-      updated; ``start_preconditioning_step``: before it, the grafted optimizer steps (without grafting: the
-      mean gradient); -1: ``precondition_frequency``.
+      updated. ``start_preconditioning_step``: before it, the grafted optimizer steps (without grafting: the mean
+      gradient); -1: ``precondition_frequency + 1``, when every block has been refreshed since its first steps, in which
+      a factor may lack rank and a root then magnifies what the next gradients bring.
     * ``inverse_exponent_override``: of all dimensions, or ``{order: exponent}``, or ``{order: {dimension: exponent}}``;
       0 leaves a dimension alone. Else ``1 / (2 * order)``.
     * ``trace_scaling_exponent``: each factor is divided by its trace to this power before the root; 0: not.
@@ -44,8 +45,8 @@ class ShampooCore(Core):
       step of simultaneous iteration from the last eigenbasis: approximate, and another matrix of state a dimension).
     * ``grafting``: none, sgd, adagrad, rmsprop, adam; ``grafting_beta2`` (None: as ``betas[1]``), ``grafting_epsilon``.
     * ``momentum``, ``dampening``, ``use_nesterov``: of the direction. Decoupled decay stays outside of it.
-    * ``kl_shampoo``: the factors see the gradient multiplied with the inverse of the other factors, over their sizes;
-      the exponents are 1/2 then, unless overridden.
+    * ``kl_shampoo``: from the start step, the factors see the gradient multiplied with the roots of the other factors,
+      over their sizes. The exponents are 1/2 then, unless overridden.
     * ``state_dtype``, ``factor_dtype``: float32 or float64, of momenta and of factors and roots.
     """
 
@@ -129,7 +130,7 @@ class ShampooCore(Core):
             block = gradient[at]
             for dim in _dims(order, settings) if due else ():
                 seen, weight = block, mean
-                if settings["kl_shampoo"]:
+                if settings["kl_shampoo"] and step >= start_step(settings):
                     roots = _stored_roots(state, order, at)
                     roots[dim] = None
                     seen, weight = multiply(block, roots), mean * shape[dim] / math.prod(shape)
@@ -193,7 +194,7 @@ class ShampooCore(Core):
 def start_step(settings: Mapping[str, Any]) -> int:
     """Return the first step that is preconditioned."""
     start: int = settings["start_preconditioning_step"]
-    return settings["precondition_frequency"] if start == -1 else start
+    return settings["precondition_frequency"] + 1 if start == -1 else start
 
 
 def moment_of(factors: torch.Tensor, settings: Mapping[str, Any], step: int) -> torch.Tensor:

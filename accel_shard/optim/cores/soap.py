@@ -37,8 +37,9 @@ class SOAPCore(Core):
       ``betas[1]``. ``use_bias_correction``: of both moments.
     * ``epsilon``: added to the root of the second moment. ``inverse_exponent``: of the second moment.
     * ``precondition_frequency``: every how many steps a basis is computed; ``statistics_every``: and the factors are
-      updated; ``start_preconditioning_step``: before it, Adam in the coordinates of the weights; -1:
-      ``precondition_frequency``.
+      updated. ``start_preconditioning_step``: before it, Adam in the coordinates of the weights; -1:
+      ``precondition_frequency + 1``. In the basis of the first gradients alone, most coordinates of these are nothing
+      but rounding, which Adam would scale up to a step like any other.
     * ``max_precond_dim``: longer dimensions keep their coordinates (one-sided SOAP), as do those in
       ``ignored_basis_change_dims``: ``{order: [dimensions]}``.
     * ``basis_method``: ``eigh``, or ``qr`` and ``cholesky_qr``: one step of simultaneous iteration from the last basis.
@@ -50,7 +51,7 @@ class SOAPCore(Core):
         "lr": 3e-3, "betas": (0.95, 0.95), "beta3": None, "shampoo_beta": None, "epsilon": 1e-8, "weight_decay": 0.01,
         "use_bias_correction": True, "max_preconditioner_dim": 1024, "max_precond_dim": 10000,
         "ignored_basis_change_dims": None, "inverse_exponent": 0.5, "precondition_frequency": 10,
-        "start_preconditioning_step": 1, "statistics_every": 1, "basis_method": "eigh", "momentum": 0.0,
+        "start_preconditioning_step": -1, "statistics_every": 1, "basis_method": "eigh", "momentum": 0.0,
         "dampening": 0.0, "use_nesterov": False, "state_dtype": "float32", "factor_dtype": "float32",
     }  # fmt: skip
 
@@ -156,8 +157,9 @@ class SOAPCore(Core):
                 seen = multiply(mean, bases).to(squares.dtype)
             below = squares / bias
             below = (below.sqrt_() if exponent == 0.5 else below.pow_(exponent)).add_(settings["epsilon"])
-            step_in_basis = torch.div(seen, below, out=below)
-            multiply(step_in_basis, bases, transposed=False, out=block).mul_(correction)
+            # Of numbers too large for their dtype, nothing.
+            inside = torch.div(seen, below, out=below).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+            multiply(inside, bases, transposed=False, out=block).mul_(correction)
             momenta.with_momentum(block, part(state, "momentum_buffer", at), settings)
         return gradient
 
