@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -33,6 +33,8 @@ class Orthogonal(Core):
 
 class Whitening(Core):
     """One with statistics, a root that is refreshed once in a period, and states that do not begin as zeros."""
+
+    defaults: ClassVar[Mapping[str, Any]] = {"period": 4}
 
     def state(self, shape: tuple[int, ...], settings: Mapping[str, Any]) -> dict[str, Any]:
         square = ((shape[0], shape[0]), torch.float32)

@@ -15,9 +15,26 @@ from accel_shard.optim.bucket import Ranks
 from accel_shard.optim.core import Core
 from accel_shard.optim.holding import Member, agree, held_by_all, members_of
 from accel_shard.optim.stacks import Counts
-from accel_shard.optim.unit import GRID, Unit, cut, is_matrix, work_of
+from accel_shard.optim.unit import GRID, Unit, check_settings, cut, is_matrix, work_of
 
-__all__ = ["MatrixOptimizer"]
+__all__ = ["SETTINGS", "MatrixOptimizer"]
+
+SETTINGS: Final[Mapping[str, Any]] = {
+    "lr": 1e-3, "weight_decay": 0.0, "decoupled_weight_decay": True, "max_preconditioner_dim": None, "row_dims": 1,
+    "heads": 1, "heads_axis": 0, "core": "matrix", "adamw_betas": (0.9, 0.999), "adamw_eps": 1e-8,
+    "adamw_lr_factor": 1.0,
+}  # fmt: skip
+"""What the layer itself takes, with defaults; a core's own win.
+
+* ``lr``, ``weight_decay``: as everywhere; ``decoupled_weight_decay=False`` adds the decay to the gradient (L2).
+* ``max_preconditioner_dim``: longest side of a block; None for none. ``row_dims``: leading dimensions that are the rows
+  of a parameter's matrix; 0 for the squarest. ``heads``: bands into which a matrix is cut before, as the heads of an
+  attention matrix; ``heads_axis``: 0 if they are rows, 1 if they are columns.
+* ``core``: ``matrix``, or ``adamw`` for the built-in one. ``adamw_betas``, ``adamw_eps``; ``adamw_lr_factor``: its
+  learning rate as a multiple of ``lr``.
+"""
+
+_OF_OTHERS: Final = ("params", "param_names", "name", "initial_lr")
 
 
 class MatrixOptimizer(torch.optim.Optimizer):
@@ -38,51 +55,32 @@ class MatrixOptimizer(torch.optim.Optimizer):
     Args:
         params: parameters, or groups of them, as for any optimizer.
         core: the mathematics.
-        lr: learning rate.
-        weight_decay: strength.
-        decoupled_weight_decay: False adds the decay to the gradient (L2).
-        max_preconditioner_dim: longest side of a block; None for none.
-        row_dims: leading dimensions that are the rows of a parameter's matrix; 0 for the squarest.
-        heads: bands into which a matrix is cut before, as the heads of an attention matrix.
-        heads_axis: 0 if they are rows, 1 if they are columns.
-        adamw_betas: of the built-in AdamW.
-        adamw_eps: of the built-in AdamW.
-        adamw_lr_factor: its learning rate as a multiple of ``lr``.
         nonfinite: ``raise`` refuses a gradient that is not finite, on every rank, before it touches anything; ``skip``
             passes over the step.
         communication_dtype: dtype in which updates travel, if lower than that of the computation. Gradients never lose
             precision.
         process_group: the ranks that hold the parameters together; the default group if None; none is needed.
-        **settings: the core's. All but ``core``, ``nonfinite`` and the last two can be said a group.
+        **settings: the core's, and those of the layer (:data:`SETTINGS`). Each can be said a group, with
+            ``core="adamw"`` beside them.
 
     Raises:
         ValueError: for a setting that is unknown, or has a value that is not allowed.
     """
 
     def __init__(
-        self, params: Any, core: Core, *, lr: float | torch.Tensor = 1e-3, weight_decay: float = 0.0,
-        decoupled_weight_decay: bool = True, max_preconditioner_dim: int | None = None, row_dims: int = 1,
-        heads: int = 1, heads_axis: int = 0, adamw_betas: tuple[float, float] = (0.9, 0.999), adamw_eps: float = 1e-8,
-        adamw_lr_factor: float = 1.0, nonfinite: str = "raise", communication_dtype: torch.dtype | None = None,
+        self, params: Any, core: Core, *, nonfinite: str = "raise", communication_dtype: torch.dtype | None = None,
         process_group: Any = None, **settings: Any,
     ) -> None:  # fmt: skip
         if nonfinite not in ("raise", "skip"):
             raise ValueError(unknown_name("nonfinite", str(nonfinite), ("raise", "skip")))
-        known = dict(getattr(core, "defaults", {}))
-        for name in settings.keys() - known.keys() if known else ():
-            raise ValueError(unknown_name(f"a setting of {type(core).__name__}", name, tuple(known)))
-        defaults = known | settings | {
-            "lr": lr, "weight_decay": weight_decay, "decoupled_weight_decay": decoupled_weight_decay,
-            "max_preconditioner_dim": max_preconditioner_dim, "row_dims": row_dims, "heads": heads,
-            "heads_axis": heads_axis, "adamw_betas": adamw_betas, "adamw_eps": adamw_eps,
-            "adamw_lr_factor": adamw_lr_factor, "core": "matrix",
-        }  # fmt: skip
         # DeepSpeed shows one group at a time.
         self._groups: list[dict[str, Any]] = []
         self._given: list[list[tuple[int, ...]]] = []
-        super().__init__(params, defaults)
         self.core: Final = core
         self.nonfinite: Final = nonfinite
+        defaults = dict(SETTINGS) | dict(core.defaults)
+        self._refuse_unknown(settings, defaults)
+        super().__init__(params, defaults | settings)
         self._sent, self._process_group = communication_dtype, process_group
         self._tensors: Callable[[], Sequence[FlatTensor] | None] = lambda: None
         self._units: list[Unit] = []
@@ -95,9 +93,17 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as to any optimizer; every rank must add the same."""
+        self._refuse_unknown(param_group, {**self.defaults, **dict.fromkeys(_OF_OTHERS)})
         super().add_param_group(param_group)
+        for check in (check_settings, self.core.check):
+            check(self.param_groups[-1])
         self._groups.append(self.param_groups[-1])
         self._given.append([tuple(p.shape) for p in self.param_groups[-1]["params"]])
+
+    def _refuse_unknown(self, settings: Mapping[str, Any], known: Mapping[str, Any]) -> None:
+        for name in settings:
+            if name not in known:
+                raise ValueError(unknown_name(f"setting of {type(self.core).__name__}", name, tuple(known)))
 
     def bind_to(self, tensors: Callable[[], Sequence[FlatTensor] | None]) -> None:
         """Take a function that describes the tensors of the groups (:class:`~accel_shard.layout.NeedsLayout`)."""

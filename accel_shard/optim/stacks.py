@@ -137,7 +137,8 @@ class MatrixStack(Stack):
             some = len(refreshed) < len(gradient)
             index = torch.tensor(refreshed, device=gradient.device) if some else slice(None)
             old = {name: value[index] for name, value in state.items()}
-            new, keep = self._core.refresh(old, self.group, step)
+            seen = {"gradient": gradient[index]} if self._core.needs_gradient else {}
+            new, keep = self._core.refresh(old | seen, self.group, step)
             for name, value in new.items():
                 wide = keep.view(-1, *(1,) * (value.dim() - 1))
                 state[name][index] = torch.where(wide, old[name], value.to(old[name].dtype))

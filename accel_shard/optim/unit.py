@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -15,7 +16,7 @@ from accel_shard.optim.exchange import Exchange, Holders, Job, Piece
 from accel_shard.optim.holding import Member
 from accel_shard.optim.stacks import Counts, Entry, MatrixStack, Stack, VectorStack
 
-__all__ = ["GRID", "Unit", "compute_dtype", "cut", "is_matrix", "work_of"]
+__all__ = ["GRID", "Unit", "check_settings", "compute_dtype", "cut", "is_matrix", "work_of"]
 
 
 GRID: Final = ("max_preconditioner_dim", "row_dims", "heads", "heads_axis")
@@ -23,15 +24,30 @@ GRID: Final = ("max_preconditioner_dim", "row_dims", "heads", "heads_axis")
 
 
 def is_matrix(member: Member) -> bool:
-    """Tell whether a parameter is updated by the core, in whole blocks; else AdamW updates it element by element.
+    """Tell whether a parameter is updated by the core, in whole blocks; else AdamW updates it element by element."""
+    return member.cut_by["core"] == "matrix" and len(member.shape) > 1
+
+
+def check_settings(settings: Mapping[str, Any]) -> None:
+    """Refuse settings of the layer that make no sense.
 
     Raises:
-        ValueError: for a group that names neither.
+        ValueError: saying which, what it is and what is allowed.
     """
-    chosen = member.cut_by["core"]
-    if chosen not in ("matrix", "adamw"):
-        raise ValueError(f"core is {chosen!r} in group {member.place[0]}. Allowed: 'matrix', 'adamw'.")
-    return chosen == "matrix" and len(member.shape) > 1
+    Grid(**{name: settings[name] for name in GRID})
+    betas = settings["adamw_betas"]
+    allowed = (
+        ("core", settings["core"] in ("matrix", "adamw"), "'matrix', 'adamw'"),
+        ("decoupled_weight_decay", isinstance(settings["decoupled_weight_decay"], bool), "True, False"),
+        ("weight_decay", 0.0 <= settings["weight_decay"] < math.inf, "a number of at least 0"),
+        ("lr", 0.0 <= float(settings["lr"]) < math.inf, "a number of at least 0"),
+        ("adamw_betas", len(betas) == 2 and all(0.0 <= b < 1.0 for b in betas), "two of at least 0 and less than 1"),
+        ("adamw_eps", 0.0 < settings["adamw_eps"] < math.inf, "a number above 0"),
+        ("adamw_lr_factor", 0.0 <= settings["adamw_lr_factor"] < math.inf, "a number of at least 0"),
+    )
+    for name, fits, what in allowed:
+        if not fits:
+            raise ValueError(f"{name} is {settings[name]!r}. Allowed: {what}.")
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
