@@ -6,7 +6,6 @@ import dataclasses
 import math
 import os
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any, Final
 
 import torch
@@ -26,13 +25,12 @@ from accel_shard.backends import backend_for
 from accel_shard.backends.base import Backend, Prepared
 from accel_shard.environment import refuse_other_launch
 from accel_shard.errors import PolicyError
-from accel_shard.layout import ShardsState
+from accel_shard.layout import NeedsLayout, ShardsState
 from accel_shard.optim.under_policy import (
     adopt,
     attach,
     clip_shares,
     is_asked_for,
-    let_ask,
     refuse_sharded,
     sends_to_owners,
 )
@@ -171,8 +169,7 @@ class PolicyAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships 
         for optimizer in optimizers:
             trained = self._trained[-1] if self._trained else None
             if trained is not None:
-                asked = partial(self.backend.flat_tensors, self, trained, optimizer)
-                let_ask(self.backend.torch_optimizer(trained, optimizer), asked)
+                self.backend.introduce(self, trained, optimizer)
             attach(getattr(optimizer, "optimizer", None), trained, self.policy)
             self._clip_at_step(optimizer)
         return result
@@ -201,15 +198,20 @@ class PolicyAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships 
         """Save as ``Accelerator.save_state``; refused where it would save a part only.
 
         Raises:
-            PolicyError: with ``shard: optimizer`` on DDP, where it keeps rank 0's share of the optimizer state.
+            PolicyError: with ``shard: optimizer`` on DDP, or a matrix optimizer on several ranks, where it keeps rank
+                0's share of the optimizer state.
         """
-        if is_asked_for(self.policy):
+        shared = any(isinstance(self.backend.torch_optimizer(m, o), NeedsLayout) for m, o in self._pairs())
+        if is_asked_for(self.policy) or (shared and self.num_processes > 1):
             raise PolicyError(
                 "Accelerate's save_state keeps rank 0's share of an optimizer state that is shared out. Use "
                 "accel_shard.Checkpointer."
             )
         saved: str = super().save_state(*args, **kwargs)
         return saved
+
+    def _pairs(self) -> Iterator[tuple[torch.nn.Module, Any]]:
+        return ((self._trained[-1], optimizer) for optimizer in self._optimizers if self._trained)
 
     def _before(self, model: torch.nn.Module, batch_size: int | None) -> None:
         """Change a model in place into one that the backend can prepare."""

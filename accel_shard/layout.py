@@ -252,10 +252,13 @@ class Layout:
 
 @runtime_checkable
 class ShardsState(Protocol):
-    """An optimizer that holds a share of the state of parameters that are whole on every rank."""
+    """An optimizer that shares out its state itself, and so describes it itself."""
 
     def describe_state(self, layout: Layout, names: Mapping[int, str]) -> None:
-        """Add its states, and masters in place of weights, to the layout of the model; names by ``id``. Local."""
+        """Add its states, and masters in place of weights, to the layout of the model; names by ``id``.
+
+        Every rank must call it: at its first call an optimizer may have to find out what the ranks hold.
+        """
 
     def materialize_state(
         self,
@@ -263,13 +266,13 @@ class ShardsState(Protocol):
         shapes: Mapping[str, Mapping[str, tuple[tuple[int, ...], torch.dtype]]],
         scalars: Mapping[str, Mapping[str, Any]],
     ) -> None:
-        """Make its share of states of these shapes, to be filled. Local."""
+        """Make its share of states of these shapes, to be filled. Every rank must call it."""
 
     def after_fill(self) -> None:
         """Bring the weights up to date with filled masters. Every rank must call it."""
 
     def updated_elements(self) -> int:
-        """Return how many elements this rank updates. Local."""
+        """Return how many elements this rank updates. Every rank must call it, as :meth:`describe_state`."""
         ...
 
     def master_dtypes(self) -> frozenset[torch.dtype]:

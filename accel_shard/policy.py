@@ -294,7 +294,8 @@ class ShardingPolicy:
         from accel_shard.optim.sharded import ShardedOptimizer
         from accel_shard.optim.under_policy import is_asked_for, master_of
 
-        if not is_asked_for(self):
+        # One that works on whole parameters shares out its state itself (layout.NeedsLayout).
+        if not is_asked_for(self) or hasattr(kind, "bind_to"):
             return kind(params, **settings)
 
         return ShardedOptimizer(params, kind, master=master_of(self), **settings)

@@ -9,6 +9,10 @@ from typing import Any, ClassVar
 import torch
 
 from accel_shard.optim.core import Core, Cost
+from accel_shard.optim.cores.galore import GaLoreCore
+from accel_shard.optim.cores.muon import MuonCore
+from accel_shard.optim.cores.shampoo import ShampooCore
+from accel_shard.optim.cores.soap import SOAPCore
 from accel_shard.optim.matrix import MatrixOptimizer
 
 STEPS, SAMPLES, WORDS = 10, 12, 23
@@ -65,6 +69,11 @@ class Whitening(Core):
 CORES: dict[str, tuple[type[Core], dict[str, Any]]] = {
     "orthogonal": (Orthogonal, {}),
     "whitening": (Whitening, {"period": 4}),
+    # Blocks of few rows see few gradients: with less epsilon, or sooner, what factors lack magnifies rounding.
+    "shampoo": (ShampooCore, {"precondition_frequency": 3, "epsilon": 1e-3, "momentum": 0.5}),
+    "soap": (SOAPCore, {"precondition_frequency": 3, "start_preconditioning_step": 7}),
+    "muon": (MuonCore, {}),
+    "galore": (GaLoreCore, {"rank": 3, "update_proj_gap": 4}),
 }
 
 
@@ -126,7 +135,7 @@ def optimizer_for(model: Net, core: str, *, frozen: bool = True, **options: Any)
     given = groups(model)
     for group in () if frozen else given:
         group["params"] = [p for p in group["params"] if p.requires_grad]
-    settings = {"lr": 2e-2, "max_preconditioner_dim": BLOCK} | settings | options
+    settings = {"lr": 2e-2, "weight_decay": 0.0, "max_preconditioner_dim": BLOCK} | settings | options
     return MatrixOptimizer(given, kind(), **settings)
 
 
@@ -173,7 +182,7 @@ class Plain(torch.optim.Optimizer):
     """The same mathematics, block by block, with the phases of an optimizer that is tested elsewhere."""
 
     def __init__(self, params: Any, core: Core, phases: dict[Any, int], **settings: Any) -> None:
-        super().__init__(params, settings)
+        super().__init__(params, {**core.defaults, "weight_decay": 0.0, **settings})
         self.core, self.phases = core, phases
 
     @torch.no_grad()
@@ -198,7 +207,8 @@ class Plain(torch.optim.Optimizer):
         self.core.observe(gradient, state, group, step)
         period = self.core.period(group)
         if period and (step == 1 or step % period == phase):
-            state.update(self.core.refresh(state, group, step)[0])
+            seen = {"gradient": gradient} if self.core.needs_gradient else {}
+            state.update(self.core.refresh(state | seen, group, step)[0])
         return self.core.direction(gradient, state, group, step)[0] + group.get("weight_decay", 0.0) * weight
 
 

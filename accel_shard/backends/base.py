@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from accel_shard.policy import ShardingPolicy
@@ -111,6 +112,14 @@ class Backend(abc.ABC):
         Every rank must call it: FSDP1 gathers the sizes of its ranges.
         """
         return None
+
+    def introduce(self, accelerator: Accelerator, model: torch.nn.Module, optimizer: Any) -> None:
+        """Let an optimizer that works on whole parameters ask for :meth:`flat_tensors` when it is stepped. Local."""
+        from accel_shard.layout import NeedsLayout
+
+        client = self.torch_optimizer(model, optimizer)
+        if isinstance(client, NeedsLayout):
+            client.bind_to(partial(self.flat_tensors, accelerator, model, optimizer))
 
     def named_module(self, accelerator: Accelerator, model: torch.nn.Module) -> torch.nn.Module:
         """Return the module in a prepared model whose parameters have the user's names, up to canonical ones."""

@@ -143,12 +143,6 @@ class DeepSpeedBackend(Backend):
         if self.policy.dtypes.compute != "fp32":
             inner: Any = model
             cast_at_the_border(inner.module, self.policy.dtypes.compute)
-        from accel_shard.backends.zero_layout import watch
-        from accel_shard.layout import NeedsLayout
-
-        engine: Any = model
-        if self.policy.zero_stage and isinstance(engine.basic_optimizer, NeedsLayout):
-            self._reached = watch(engine)
 
     def inspect(self, accelerator: Accelerator, model: torch.nn.Module, optimizer: Any) -> Prepared:
         """Read from prepared objects what this rank holds."""
@@ -227,6 +221,15 @@ class DeepSpeedBackend(Backend):
         from accel_shard.backends.zero_layout import flat_tensors
 
         return flat_tensors(model, self._reached) if self.policy.zero_stage else None
+
+    def introduce(self, accelerator: Accelerator, model: torch.nn.Module, optimizer: Any) -> None:
+        """Let an optimizer ask for :meth:`flat_tensors`, and watch which parameters backward reaches. Local."""
+        from accel_shard.backends.zero_layout import watch
+        from accel_shard.layout import NeedsLayout
+
+        if self.policy.zero_stage and isinstance(self.torch_optimizer(model, optimizer), NeedsLayout):
+            self._reached = watch(model)
+        super().introduce(accelerator, model, optimizer)
 
     def named_module(self, accelerator: Accelerator, model: torch.nn.Module) -> torch.nn.Module:
         """Return the model inside the engine."""

@@ -9,7 +9,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from accel_shard.errors import unknown_name
-from accel_shard.layout import Layout
+from accel_shard.layout import Layout, NeedsLayout
 from accel_shard.optim.bucket import Bucket, Part, Ranks, gather_all
 from accel_shard.optim.flatten import check_memory, outline, ranged_buckets, whole_buckets
 from accel_shard.optim.owner import OwnerReduce, norm_of_shares
@@ -24,7 +24,8 @@ ELEMENTWISE: Final[tuple[type[torch.optim.Optimizer], ...]] = (
 """Optimizers that treat each element by itself, so that any range of elements can be updated anywhere. Not their
 subclasses, which may do otherwise: they are marked with ``elementwise=True``."""
 
-_COUPLED: Final = {
+_COUPLED: Final[dict[type[Any], str]] = {
+    NeedsLayout: "works on whole parameters, and shares out its state itself",
     torch.optim.LBFGS: "takes inner products over all parameters, which no rank has",
     torch.optim.SparseAdam: "takes sparse gradients, which cannot be cut into ranges",
 }

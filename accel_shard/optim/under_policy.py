@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from accel_shard.errors import PolicyError
-from accel_shard.layout import FlatTensor, NeedsLayout, ShardsState
+from accel_shard.layout import NeedsLayout, ShardsState
 from accel_shard.optim.sharded import ShardedOptimizer
 from accel_shard.policy import ShardingPolicy
 
@@ -19,7 +19,6 @@ __all__ = [
     "attach",
     "clip_shares",
     "is_asked_for",
-    "let_ask",
     "master_of",
     "refuse_sharded",
     "sends_to_owners",
@@ -52,12 +51,6 @@ def refuse_sharded(optimizer: Any, policy: ShardingPolicy) -> None:
             f"the optimizer is a {type(optimizer).__name__}, and the policy has backend {policy.backend!r} and shard "
             f"{policy.shard!r}. Use preset 'ddp_sharded', or the plain optimizer."
         )
-
-
-def let_ask(optimizer: Any, tensors: Callable[[], Sequence[FlatTensor] | None]) -> None:
-    """Let an optimizer of whole parameters ask what its tensors are made of, once it is stepped. Local."""
-    if isinstance(optimizer, NeedsLayout):
-        optimizer.bind_to(tensors)
 
 
 def adopt(optimizer: torch.optim.Optimizer, policy: ShardingPolicy) -> ShardedOptimizer:

@@ -44,9 +44,23 @@ def test_one_process(core: str) -> None:
     assert_same(run, plain(core), 1e-6)
 
 
-@pytest.mark.parametrize("core", CORES)
+@pytest.mark.parametrize("core", ["orthogonal", "whitening"])
 @pytest.mark.parametrize(("name", "ranks"), CASES, indirect=["ranks"])
 def test_policy_trains_as_one_process(name: str, ranks: RankPool, core: str) -> None:
+    trains_as_one_process(name, ranks, core)
+
+
+@pytest.mark.parametrize("core", ["shampoo", "soap", "muon", "galore"])
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [("ddp", 2), ("fsdp1", 2), ("fsdp2", 4), ("hsdp", 4), ("zero1", 2), ("zero2", 4), ("zero3", 2)],
+    indirect=["ranks"],
+)
+def test_the_field_s_optimizers(name: str, ranks: RankPool, core: str) -> None:
+    trains_as_one_process(name, ranks, core)
+
+
+def trains_as_one_process(name: str, ranks: RankPool, core: str) -> None:
     runs = ranks.run(under_policy, name, core)
     assert_same(runs[0], plain(core))
     for run in runs[1:]:
