@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -33,12 +34,33 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Elements of one block that lie in one box of one holder."""
+    """Elements of one block that lie in one box of one holder; where they are is worked out once, for all steps."""
 
     job: int
     parameter: int
-    part: Part
     box: Box
+    held: Box
+    """What the holder has."""
+    _inside: tuple[slice, ...]
+    _at: tuple[slice, ...]
+    _sizes: tuple[int, ...]
+    _within: tuple[slice, ...]
+
+    @classmethod
+    def of(cls, job: int, parameter: int, part: Part, box: Box, held: Box) -> Piece:
+        """Work out where a box of a part is."""
+        return cls(
+            job, parameter, box, held, box.slices(inside=held), part.at.slices(), part.box.sizes,
+            box.slices(inside=part.box),
+        )  # fmt: skip
+
+    def in_held(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the elements in the holder's tensor; a view."""
+        return tensor[self._inside]
+
+    def in_block(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the elements in a tensor of the block, in the box's shape; a view."""
+        return tensor[self._at].view(self._sizes)[self._within]
 
 
 def holders_of(held: Sequence[Sequence[Box]]) -> Holders:
@@ -61,15 +83,15 @@ class Transfer:
         self.silent = True
         """Whether no rank sends anything, so that there is nothing to call."""
 
-    def add(self, piece: Piece, source: int, target: int) -> None:
-        """Add a piece, on every rank in the same order."""
+    def add(self, make: Callable[[], Piece], source: int, target: int) -> None:
+        """Add a piece, on every rank in the same order; it is made where it is needed."""
         self.silent &= source == target
         if source == target == self._ranks.rank:
-            self.local.append(piece)
+            self.local.append(make())
         elif source == self._ranks.rank:
-            self.outgoing[target].append(piece)
+            self.outgoing[target].append(make())
         elif target == self._ranks.rank:
-            self.incoming[source].append(piece)
+            self.incoming[source].append(make())
 
     @property
     def sent(self) -> int:
@@ -138,10 +160,10 @@ class Exchange:
                     shared = part.box.intersect(box)
                     if shared is None:
                         continue
-                    piece = Piece(number, job.parameter, part, shared)
-                    self.gradients.add(piece, _nearest(theirs, job.owner, ranks.count), job.owner)
+                    make = partial(Piece.of, number, job.parameter, part, shared, box)
+                    self.gradients.add(make, _nearest(theirs, job.owner, ranks.count), job.owner)
                     for rank in theirs:
-                        self.updates.add(piece, job.owner, rank)
+                        self.updates.add(make, job.owner, rank)
 
 
 def _nearest(holders: Sequence[int], owner: int, ranks: int) -> int:

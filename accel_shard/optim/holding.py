@@ -214,11 +214,25 @@ def _table(members: Sequence[Member], gradients: Sequence[Shard | None]) -> torc
         places += [index] * len(gradient.parts)
     table = table.to(device)
     if tensors:
-        wide = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
-        norms = torch.stack([n.to(device, wide) for n in torch._foreach_norm(tensors, ord=float("inf"))])
+        norms = _largest(tensors, device)
         where = torch.tensor(places, device=device)
         by_value = torch.tensor([members[index].has_gradient() is None for index in places], device=device)
         for column, found in ((2, ~norms.isfinite()), (0, (norms != 0) & by_value)):
             marks = torch.zeros(len(members), dtype=torch.int32, device=device).index_add_(0, where, found.int())
             table[:, column] |= (marks > 0).to(torch.uint8)
     return table
+
+
+def _largest(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Return the largest magnitude in each tensor: NaN or infinite if one of it is; 0 if it has no elements."""
+    full = [tensor for tensor in tensors if tensor.numel()]
+    if device.type == "cpu":  # where the other takes as long as an optimizer's step
+        found = [torch.maximum(high, -low) for low, high in map(torch.aminmax, full)]
+    else:
+        found = list(torch._foreach_norm(full, ord=float("inf"))) if full else []
+    wide = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
+    largest, left = torch.zeros(len(tensors), dtype=wide, device=device), iter(found)
+    where = [index for index, tensor in enumerate(tensors) if tensor.numel()]
+    if where:
+        largest[torch.tensor(where, device=device)] = torch.stack([next(left).to(device, wide) for _ in where])
+    return largest

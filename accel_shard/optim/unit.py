@@ -19,6 +19,9 @@ from accel_shard.optim.stacks import Counts, Entry, MatrixStack, Stack, VectorSt
 __all__ = ["GRID", "Unit", "check_settings", "compute_dtype", "cut", "is_matrix", "work_of"]
 
 
+Parts = dict[Box, torch.Tensor]
+"""What this rank holds of a parameter, or of its gradient."""
+
 GRID: Final = ("max_preconditioner_dim", "row_dims", "heads", "heads_axis")
 """Settings that say how a parameter is cut."""
 
@@ -99,6 +102,7 @@ class Unit:
         self._share_vectors(holders)
         self.exchange = Exchange(self.jobs, holders, ranks)
         self.stacks = self._stack(core, ranks.rank)
+        self._rates: list[tuple[float, float]] = []
         self._homes = {
             entry.job: (stack, position) for stack in self.stacks for position, entry in enumerate(stack.entries)
         }
@@ -152,9 +156,11 @@ class Unit:
         """
         for member, acts in zip(self.members, active, strict=True):
             member.steps += acts
-        weights = [member.weight() for member in self.members]
+        weights = [self._parts(member.weight()) for member in self.members]
+        held = [None if gradient is None else self._parts(gradient) for gradient in gradients]
+        self._rates = [self._rate(index) for index in range(len(self.members))]
         self.exchange.gradients.run(
-            lambda piece: self._gradient(piece, gradients, weights, active),
+            lambda piece: self._gradient(piece, held, weights) if active[piece.parameter] else None,
             lambda piece, values: self._place(piece).copy_(values),
             self.dtype, self.device,
         )  # fmt: skip
@@ -175,34 +181,40 @@ class Unit:
         for stack in self.stacks:
             stack.forget()
 
-    def _gradient(
-        self, piece: Piece, gradients: Sequence[Shard | None], weights: Sequence[Shard], active: Sequence[bool]
-    ) -> torch.Tensor | None:
-        if not active[piece.parameter]:
-            return None
-        whole, group = gradients[piece.parameter], self.members[piece.parameter].group
-        gradient = None if whole is None else _inside(whole, piece.box)
+    def _rate(self, index: int) -> tuple[float, float]:
+        """Return by what an update is multiplied, and what is left of a weight."""
+        group = self.members[index].group
+        rate = float(group["lr"]) * (1.0 if self.matrices[index] else group["adamw_lr_factor"])
+        return rate, 1.0 - rate * group["weight_decay"] if group["decoupled_weight_decay"] else 1.0
+
+    def _gradient(self, piece: Piece, held: Sequence[Parts | None], weights: Sequence[Parts]) -> torch.Tensor | None:
+        mine, group = held[piece.parameter], self.members[piece.parameter].group
+        gradient = None if mine is None else piece.in_held(mine[piece.held])
         if group["decoupled_weight_decay"] or not group["weight_decay"]:
             return gradient
-        decay: torch.Tensor = _inside(weights[piece.parameter], piece.box) * group["weight_decay"]
+        decay: torch.Tensor = piece.in_held(weights[piece.parameter][piece.held]) * group["weight_decay"]
         return decay if gradient is None else gradient + decay
 
     def _place(self, piece: Piece) -> torch.Tensor:
         stack, position = self._homes[piece.job]
-        return piece.part.view(stack.place(position), piece.box)
+        return piece.in_block(stack.place(position))
 
     def _update(self, piece: Piece) -> torch.Tensor:
         stack, position = self._homes[piece.job]
-        return piece.part.view(stack.update(position), piece.box)
+        return piece.in_block(stack.update(position))
 
-    def _apply(self, piece: Piece, update: torch.Tensor, weights: Sequence[Shard]) -> None:
-        weight, group = _inside(weights[piece.parameter], piece.box), self.members[piece.parameter].group
-        rate = float(group["lr"]) * (1.0 if self.matrices[piece.parameter] else group["adamw_lr_factor"])
-        kept = 1.0 - rate * group["weight_decay"] if group["decoupled_weight_decay"] else 1.0
-        if weight.dtype == self._computed:
-            weight.mul_(kept).add_(update, alpha=-rate)
-        else:  # rounded once
+    def _apply(self, piece: Piece, update: torch.Tensor, weights: Sequence[Parts]) -> None:
+        weight, (rate, kept) = piece.in_held(weights[piece.parameter][piece.held]), self._rates[piece.parameter]
+        if weight.dtype != self._computed:  # rounded once
             weight.copy_(weight.to(self._computed).mul_(kept).add_(update.to(self._computed), alpha=-rate))
+            return
+        if kept != 1.0:
+            weight.mul_(kept)
+        weight.add_(update, alpha=-rate)
+
+    @staticmethod
+    def _parts(shard: Shard) -> Parts:
+        return dict(shard.parts)
 
     # ---- states --------------------------------------------------------------------------------------------------
 
@@ -211,11 +223,3 @@ class Unit:
         for stack in self.stacks:
             for position, entry in enumerate(stack.entries):
                 yield stack, position, self.members[entry.parameter], entry.block
-
-
-def _inside(shard: Shard, box: Box) -> torch.Tensor:
-    """Return a box of what this rank holds; a view."""
-    for whole, tensor in shard.parts:
-        if whole.intersect(box) == box:
-            return tensor[box.slices(inside=whole)]
-    raise AssertionError(f"{box} is not held here")
