@@ -1,4 +1,4 @@
-"""Gradients from those who hold them to those who own blocks, and updates back: one all-to-all each.
+"""Gradients from those who hold them to those who own blocks, and updates back: one collective each.
 
 What goes where is found once, from the boxes that the ranks hold; a step only copies. A gradient that several ranks
 hold (DDP, and replicas of a shard) is sent by one of them, and not at all if the owner has it; the update goes to all.
@@ -17,7 +17,7 @@ from accel_shard.layout import Box
 from accel_shard.optim.blocks import Block, Part
 from accel_shard.optim.bucket import Ranks
 
-__all__ = ["Exchange", "Job", "Piece", "Transfer", "holders_of"]
+__all__ = ["Exchange", "Job", "Piece", "Spread", "Transfer", "holders_of"]
 
 Holders = dict[Box, list[int]]
 """Which ranks hold which boxes of a parameter."""
@@ -63,6 +63,10 @@ class Piece:
         return tensor[self._at].view(self._sizes)[self._within]
 
 
+Take = Callable[[Piece], torch.Tensor | None]
+Put = Callable[[Piece, torch.Tensor], object]
+
+
 def holders_of(held: Sequence[Sequence[Box]]) -> Holders:
     """Turn the boxes that each rank holds of a parameter into the ranks that hold each box, in order."""
     found: Holders = {}
@@ -98,10 +102,7 @@ class Transfer:
         """Elements that this rank sends to others."""
         return sum(piece.box.numel for pieces in self.outgoing for piece in pieces)
 
-    def run(
-        self, take: Callable[[Piece], torch.Tensor | None], put: Callable[[Piece, torch.Tensor], object],
-        dtype: torch.dtype, device: torch.device,
-    ) -> None:  # fmt: skip
+    def run(self, take: Take, put: Put, dtype: torch.dtype, device: torch.device) -> None:
         """Send. Every rank must call it.
 
         Args:
@@ -110,29 +111,79 @@ class Transfer:
             dtype: in which they travel, and into which also what stays is rounded, so that all ranks get the same.
             device: of the buffers.
         """
-        work, arrived = None, None
-        if not self.silent:
-            sizes = [sum(p.box.numel for p in pieces) for pieces in self.outgoing]
-            sent = torch.empty(sum(sizes), dtype=dtype, device=device)
-            for piece, place in _laid_out(self.outgoing, sent):
-                elements = take(piece)
-                if elements is None:
-                    place.zero_()
-                else:
-                    place.copy_(elements)
-            expected = [sum(p.box.numel for p in pieces) for pieces in self.incoming]
-            arrived = torch.empty(sum(expected), dtype=dtype, device=device)
-            work = dist.all_to_all_single(arrived, sent, expected, sizes, group=self._ranks.group, async_op=True)
+        finish = self._start(take, dtype, device)
         for piece in self.local:  # while the others travel
-            elements = take(piece)
-            put(
-                piece,
-                elements.to(dtype) if elements is not None else torch.zeros(piece.box.sizes, dtype=dtype).to(device),
-            )
-        if work is not None and arrived is not None:
+            put(piece, _taken(take, piece, dtype, device))
+        finish(put)
+
+    def _start(self, take: Take, dtype: torch.dtype, device: torch.device) -> Callable[[Put], None]:
+        """Start to send; return what waits and hands out what arrived."""
+        if self.silent:
+            return lambda put: None
+        sizes, expected = _sizes(self.outgoing), _sizes(self.incoming)
+        sent = torch.empty(sum(sizes), dtype=dtype, device=device)
+        for piece, place in _laid_out(self.outgoing, sent):
+            _fill(place, take(piece))
+        arrived = torch.empty(sum(expected), dtype=dtype, device=device)
+        work = dist.all_to_all_single(arrived, sent, expected, sizes, group=self._ranks.group, async_op=True)
+
+        def finish(put: Put) -> None:
             work.wait()
             for piece, place in _laid_out(self.incoming, arrived):
                 put(piece, place)
+
+        return finish
+
+
+class Spread(Transfer):
+    """Pieces that all go to every rank: what each sends is put together once, and not once a receiver."""
+
+    def _start(self, take: Take, dtype: torch.dtype, device: torch.device) -> Callable[[Put], None]:
+        rank, group = self._ranks.rank, self._ranks.group
+        everyones = [self.local if source == rank else pieces for source, pieces in enumerate(self.incoming)]
+        sizes = _sizes(everyones)
+        on_gloo = dist.get_backend(group) == "gloo"  # whose all-gather sends more than it must
+        strides = sizes if on_gloo else [max(sizes)] * len(sizes)
+        flat = torch.empty(sum(strides), dtype=dtype, device=device)
+        starts = [sum(strides[:source]) for source in range(len(strides))]
+        ranges = [flat[start : start + size] for start, size in zip(starts, sizes, strict=True)]
+        for piece, place in _laid_out([self.local], ranges[rank]):
+            _fill(place, take(piece))
+        if on_gloo:
+            roots = [source if group is None else dist.get_global_rank(group, source) for source in range(len(sizes))]
+            works = [
+                dist.broadcast(part, src=root, group=group, async_op=True)
+                for root, part in zip(roots, ranges, strict=True)
+                if part.numel()
+            ]
+        else:
+            own = flat[starts[rank] : starts[rank] + strides[rank]]
+            works = [dist.all_gather_into_tensor(flat, own, group=group, async_op=True)]
+
+        def finish(put: Put) -> None:
+            for work in works:
+                work.wait()
+            for source, part in enumerate(ranges):
+                for piece, place in _laid_out([everyones[source]] if source != rank else [], part):
+                    put(piece, place)
+
+        return finish
+
+
+def _sizes(pieces: Sequence[Sequence[Piece]]) -> list[int]:
+    return [sum(piece.box.numel for piece in theirs) for theirs in pieces]
+
+
+def _fill(place: torch.Tensor, elements: torch.Tensor | None) -> None:
+    if elements is None:
+        place.zero_()
+    else:
+        place.copy_(elements)
+
+
+def _taken(take: Take, piece: Piece, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    elements = take(piece)
+    return torch.zeros(piece.box.sizes, dtype=dtype, device=device) if elements is None else elements.to(dtype)
 
 
 def _laid_out(pieces: Sequence[Sequence[Piece]], buffer: torch.Tensor) -> Iterator[tuple[Piece, torch.Tensor]]:
@@ -153,7 +204,9 @@ class Exchange:
     """
 
     def __init__(self, jobs: Sequence[Job], holders: Sequence[Holders], ranks: Ranks) -> None:
-        self.gradients, self.updates = Transfer(ranks), Transfer(ranks)
+        everywhere = all(len(theirs) == ranks.count for boxes in holders for theirs in boxes.values())
+        self.gradients = Transfer(ranks)
+        self.updates = Spread(ranks) if everywhere and ranks.count > 1 else Transfer(ranks)
         for number, job in enumerate(jobs):
             for part in job.block.parts:
                 for box, theirs in holders[job.parameter].items():

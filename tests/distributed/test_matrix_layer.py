@@ -95,18 +95,23 @@ def sent_and_held(name: str) -> tuple[dict[str, int], int, int, list[int]]:
         model = DistributedDataParallel(model)
     optimizer = MatrixOptimizer(model.parameters(), Orthogonal(), max_preconditioner_dim=12)
     sizes: list[int] = []
-    real = dist.all_to_all_single
 
     def counted(output: Any, sent: Any, into: Any, out: Any, **options: Any) -> Any:
         sizes.append(sent.numel())
         return real(output, sent, into, out, **options)
 
-    dist.all_to_all_single = counted
+    def told(part: Any, src: int, **options: Any) -> Any:
+        if src == dist.get_rank():
+            sizes.append(part.numel() * (dist.get_world_size() - 1))
+        return broadcast(part, src, **options)
+
+    real, broadcast = dist.all_to_all_single, dist.broadcast
+    dist.all_to_all_single, dist.broadcast = counted, told
     try:
         model(torch.randn(4, 48)).square().sum().backward()
         optimizer.step()
     finally:
-        dist.all_to_all_single = real
+        dist.all_to_all_single, dist.broadcast = real, broadcast
     return optimizer.statistics(), optimizer.state_bytes(), count, sizes
 
 
