@@ -154,6 +154,44 @@ def test_a_state_dict_that_lacks_blocks_is_refused() -> None:
     assert model is not None
 
 
+def through_accelerate(folder: str, steps: range, *, loads: bool) -> dict[str, torch.Tensor]:
+    """Plain Accelerate, with its defaults, but for a model of which a part is seldom used."""
+    from accelerate import Accelerator, DistributedDataParallelKwargs
+
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])
+    net = Net()
+    model, optimizer = accelerator.prepare(net, optimizer_for(net, "whitening"))
+    if loads:
+        accelerator.load_state(folder)
+    train(accelerator, model, optimizer, steps, Run())
+    if not loads:
+        accelerator.save_state(folder)
+    return weights_of(net)
+
+
+def test_accelerates_save_state_and_load_state(pools: dict[int, RankPool], tmp_path: Path) -> None:
+    part, whole = str(tmp_path / "part"), str(tmp_path / "whole")
+    before = pools[1].run(through_accelerate, part, range(SAVED), loads=False)[0]
+    resumed = pools[1].run(through_accelerate, part, range(SAVED, STEPS), loads=True)[0]
+    for name, weight in pools[1].run(through_accelerate, whole, range(STEPS), loads=False)[0].items():
+        assert torch.equal(weight, resumed[name]), name
+        assert name.startswith("frozen") or not torch.equal(weight, before[name])
+
+
+def save_state(line: str, folder: str) -> None:
+    accelerator = policy_accelerator(line)
+    net = Net()
+    model, optimizer = accelerator.prepare(net, optimizer_for(net, "whitening"))
+    train(accelerator, model, optimizer, range(1), Run())
+    accelerator.save_state(folder)
+
+
+@pytest.mark.parametrize("line", ["ddp", "zero2"])
+def test_save_state_of_several_ranks_is_refused(line: str, two_ranks: RankPool, tmp_path: Path) -> None:
+    with pytest.raises(RankError, match=r"keeps rank 0's share.*Checkpointer"):
+        two_ranks.run(save_state, line, str(tmp_path))
+
+
 def load_of_one(stored: Any, steps: range) -> dict[str, torch.Tensor]:
     accelerator = policy_accelerator("ddp")
     net = Net()
