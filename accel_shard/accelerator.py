@@ -25,7 +25,7 @@ from accel_shard.backends import backend_for
 from accel_shard.backends.base import Backend, Prepared
 from accel_shard.environment import refuse_other_launch
 from accel_shard.errors import PolicyError
-from accel_shard.layout import ShardsState
+from accel_shard.layout import NeedsLayout, ShardsState
 from accel_shard.optim.under_policy import (
     adopt,
     attach,
@@ -168,7 +168,10 @@ class PolicyAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships 
             self.backend.after_prepare(self, model)
             logger.info("prepared [%s]: %s", self.policy.to_line(), self.prepared, main_process_only=True)
         for optimizer in optimizers:
-            attach(getattr(optimizer, "optimizer", None), self._trained[-1] if self._trained else None, self.policy)
+            trained = self._trained[-1] if self._trained else None
+            if trained is not None:
+                self.backend.introduce(self, trained, optimizer)
+            attach(getattr(optimizer, "optimizer", None), trained, self.policy)
             if not any(optimizer is known for known in self._with_hooks):  # else it was prepared before
                 self._with_hooks.append(optimizer)
                 self._clip_at_step(optimizer)
@@ -199,15 +202,19 @@ class PolicyAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships 
         """Save as ``Accelerator.save_state``; refused where it would save a part only.
 
         Raises:
-            PolicyError: with ``shard: optimizer`` on DDP, or ``local_sgd``: it keeps rank 0's optimizer state.
+            PolicyError: with ``shard: optimizer`` on DDP, ``local_sgd``, or a matrix optimizer on several ranks: it
+                keeps rank 0's optimizer state.
         """
-        if is_asked_for(self.policy) or self.policy.local_sgd > 1:
-            what = (
-                "share of an optimizer state that is shared out" if is_asked_for(self.policy) else "own training state"
-            )
+        shared = any(isinstance(self.backend.torch_optimizer(m, o), NeedsLayout) for m, o in self._pairs())
+        shared = is_asked_for(self.policy) or (shared and self.num_processes > 1)
+        if shared or self.policy.local_sgd > 1:
+            what = "share of an optimizer state that is shared out" if shared else "own training state"
             raise PolicyError(f"Accelerate's save_state keeps rank 0's {what}. Use accel_shard.Checkpointer.")
         saved: str = super().save_state(*args, **kwargs)
         return saved
+
+    def _pairs(self) -> Iterator[tuple[torch.nn.Module, Any]]:
+        return ((self._trained[-1], optimizer) for optimizer in self._optimizers if self._trained)
 
     def _before(self, model: torch.nn.Module, batch_size: int | None) -> None:
         """Change a model in place into one that the backend can prepare."""

@@ -10,7 +10,7 @@ Nothing here communicates. This module imports torch only.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Protocol, runtime_checkable
@@ -19,7 +19,10 @@ import torch
 
 __all__ = [
     "Box",
+    "FlatTensor",
+    "Held",
     "Layout",
+    "NeedsLayout",
     "Shard",
     "ShardsState",
     "boxes_of_range",
@@ -262,10 +265,13 @@ class Layout:
 
 @runtime_checkable
 class ShardsState(Protocol):
-    """An optimizer that holds a share of the state of parameters that are whole on every rank."""
+    """An optimizer that shares out its state itself, and so describes it itself."""
 
     def describe_state(self, layout: Layout, names: Mapping[int, str]) -> None:
-        """Add its states, and masters in place of weights, to the layout of the model; names by ``id``. Local."""
+        """Add its states, and masters in place of weights, to the layout of the model; names by ``id``.
+
+        Every rank must call it: at its first call an optimizer may have to find out what the ranks hold.
+        """
 
     def materialize_state(
         self,
@@ -273,13 +279,13 @@ class ShardsState(Protocol):
         shapes: Mapping[str, Mapping[str, tuple[tuple[int, ...], torch.dtype]]],
         scalars: Mapping[str, Mapping[str, Any]],
     ) -> None:
-        """Make its share of states of these shapes, to be filled. Local."""
+        """Make its share of states of these shapes, to be filled. Every rank must call it."""
 
     def after_fill(self) -> None:
         """Bring the weights up to date with filled masters. Every rank must call it."""
 
     def updated_elements(self) -> int:
-        """Return how many elements this rank updates. Local."""
+        """Return how many elements this rank updates. Every rank must call it, as :meth:`describe_state`."""
         ...
 
     def master_dtypes(self) -> frozenset[torch.dtype]:
@@ -292,6 +298,56 @@ def row_of(row: torch.Tensor, rank: int, ranks: int) -> Shard:
     rest = tuple(row.shape[1:])
     box = Box((rank, *(0,) * len(rest)), (1, *rest))
     return Shard((ranks, *rest), row.dtype, ((box, row.detach()),))
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A contiguous range of one flattened parameter, inside a tensor that an optimizer updates.
+
+    Attributes:
+        parameter: of the model; names are found by its ``id``.
+        shape: of the whole parameter.
+        start: first element of the range, counted in the flattened parameter.
+        offset: its place in the flattened tensor.
+        count: elements of the range; 0 if this rank holds nothing of the parameter.
+    """
+
+    parameter: torch.Tensor
+    shape: tuple[int, ...]
+    start: int
+    offset: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class FlatTensor:
+    """A tensor in an optimizer's groups that is no parameter, but made of ranges of them.
+
+    Attributes:
+        tensor: in ``param_groups`` when the optimizer is stepped.
+        group: index of its parameter group.
+        held: of every parameter that has a range in it on some rank; the same parameters in one order on every rank.
+        alone: whether the optimizer is stepped for it alone.
+        reached: the ``id`` of parameters that backward has reached since the last step; who steps takes them out. None
+            if nobody looks: then a gradient of zeros says that it has not.
+    """
+
+    tensor: torch.Tensor
+    group: int
+    held: tuple[Held, ...]
+    alone: bool = False
+    reached: set[int] | None = None
+
+
+@runtime_checkable
+class NeedsLayout(Protocol):
+    """An optimizer that works on whole parameters under every policy, and shares out its state itself."""
+
+    def bind_to(self, tensors: Callable[[], Sequence[FlatTensor] | None]) -> None:
+        """Take a function that describes the tensors of its groups: None if they are the parameters or DTensors.
+
+        It is called at the first step, on every rank, and may communicate.
+        """
 
 
 def state_key(name: str, state: str) -> str:

@@ -323,7 +323,8 @@ class ShardingPolicy:
         """
         from accel_shard.optim.under_policy import is_asked_for, make
 
-        if not is_asked_for(self) and reduce is None:
+        # One that works on whole parameters shares out its state itself (layout.NeedsLayout).
+        if reduce is None and (not is_asked_for(self) or hasattr(kind, "bind_to")):
             return kind(params, **settings)
 
         return make(self, params, kind, reduce, settings)

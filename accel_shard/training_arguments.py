@@ -168,6 +168,7 @@ class VerifyPolicy(TrainerCallback):  # type: ignore[misc]
             self._expected,
             accumulation=args.gradient_accumulation_steps,
         )
+        self._backend.introduce(trainer.accelerator, trainer.model_wrapped, trainer.optimizer)
         used: Any = getattr(trainer.model_wrapped, "basic_optimizer", None) or trainer.optimizer
         used = getattr(used, "optimizer", used)
         if self._own_optimizer is not None and used is not self._own_optimizer:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from accel_shard.policy import ShardingPolicy
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
     from accel_shard.backends.parameter_layout import StateShape
-    from accel_shard.layout import Layout, Shard
+    from accel_shard.layout import FlatTensor, Layout, Shard
 
 __all__ = ["Backend", "Prepared"]
 
@@ -136,6 +137,21 @@ class Backend(abc.ABC):
             The keys that were of use here; what else there is, is left.
         """
         return set()
+
+    def flat_tensors(self, accelerator: Accelerator, model: torch.nn.Module, optimizer: Any) -> list[FlatTensor] | None:
+        """Describe the tensors in an optimizer's groups; None if they are the parameters, or DTensors of them.
+
+        Every rank must call it: FSDP1 gathers the sizes of its ranges.
+        """
+        return None
+
+    def introduce(self, accelerator: Accelerator, model: torch.nn.Module, optimizer: Any) -> None:
+        """Let an optimizer that works on whole parameters ask for :meth:`flat_tensors` when it is stepped. Local."""
+        from accel_shard.layout import NeedsLayout
+
+        client = self.torch_optimizer(model, optimizer)
+        if isinstance(client, NeedsLayout):
+            client.bind_to(partial(self.flat_tensors, accelerator, model, optimizer))
 
     def named_module(self, accelerator: Accelerator, model: torch.nn.Module) -> torch.nn.Module:
         """Return the module in a prepared model whose parameters have the user's names, up to canonical ones."""

@@ -103,7 +103,15 @@ class DDPBackend(Backend):
         """Average weights now and then, if that is asked for, and before the accelerator ends the training."""
         if self.policy.local_sgd > 1 and accelerator.num_processes > 1:
             from accel_shard.backends.ddp_averaging import WeightAveraging
+            from accel_shard.errors import PolicyError
+            from accel_shard.layout import NeedsLayout
 
+            if isinstance(optimizer, NeedsLayout):
+                raise PolicyError(
+                    f"local_sgd is {self.policy.local_sgd} and the optimizer is a {type(optimizer).__name__}, which "
+                    "shares its work out and so needs the same gradients on every rank. Use local_sgd 1, or an "
+                    "optimizer of torch."
+                )
             self._averaging = WeightAveraging(optimizer, self.policy.local_sgd)
             accelerator.before_end.append(self._averaging.average)
 
@@ -224,9 +232,10 @@ class DDPBackend(Backend):
 
     def _masters(self, accelerator: Accelerator, named: torch.nn.Module) -> dict[str, Shard]:
         """Return this rank's part of each master that some optimizer keeps."""
+        from accel_shard.backends.parameter_layout import name_parameters
         from accel_shard.layout import Layout, ShardsState
 
-        layout, names = Layout(), _names(named)
+        layout, names = Layout(), {id(parameter): name for name, parameter in name_parameters(named)[0].items()}
         for prepared in accelerator._optimizers:
             client = getattr(prepared, "optimizer", prepared)
             mine = all(id(p) in names for group in client.param_groups for p in group["params"])
@@ -236,33 +245,11 @@ class DDPBackend(Backend):
 
     def layout(self, accelerator: Accelerator, model: torch.nn.Module, optimizer: Any) -> Layout:
         """Describe what this rank holds: all of it, or of the optimizer's state its share."""
-        from accel_shard.backends.parameter_layout import describe, group_layout
-        from accel_shard.layout import Shard, ShardsState
+        from accel_shard.backends.parameter_layout import describe
+        from accel_shard.layout import Shard
 
         named, client = self.named_module(accelerator, model), self.torch_optimizer(model, optimizer)
-        if not isinstance(client, ShardsState):
-            return describe(named, client, lambda _, tensor: Shard.whole(tensor), replicated=True)
-        layout, names = describe(named, None, lambda _, tensor: Shard.whole(tensor), replicated=True), _names(named)
-        client.describe_state(layout, names)
-        layout.groups = group_layout(self.torch_optimizer(model, optimizer), names)
-        return layout
-
-    def materialize(
-        self,
-        accelerator: Accelerator,
-        model: torch.nn.Module,
-        optimizer: Any,
-        shapes: Mapping[str, Mapping[str, StateShape]],
-        scalars: Mapping[str, Mapping[str, Any]],
-    ) -> None:
-        """Give the optimizer state of these shapes: all of it, or its share."""
-        from accel_shard.layout import ShardsState
-
-        client = self.torch_optimizer(model, optimizer)
-        if isinstance(client, ShardsState):
-            client.materialize_state(_names(self.named_module(accelerator, model)), shapes, scalars)
-        else:
-            super().materialize(accelerator, model, optimizer, shapes, scalars)
+        return describe(named, client, lambda _, tensor: Shard.whole(tensor), replicated=True)
 
     def after_load(self, accelerator: Accelerator, model: torch.nn.Module, optimizer: Any) -> None:
         """Bring the weights up to date with masters that are shared out. Every rank must call it."""
@@ -297,12 +284,6 @@ def _gathered(shard: Shard, device: torch.device) -> torch.Tensor:
     return whole
 
 
-def _names(model: torch.nn.Module) -> dict[int, str]:
-    from accel_shard.backends.parameter_layout import name_parameters
-
-    return {id(parameter): name for name, parameter in name_parameters(model)[0].items()}
-
-
 def _refuse_unlike(client: Any, shard: str) -> None:
     """Refuse an optimizer that shares out its state where the policy does not, or the other way round.
 
@@ -310,9 +291,9 @@ def _refuse_unlike(client: Any, shard: str) -> None:
         PolicyNotAppliedError: saying which optimizer is needed.
     """
     from accel_shard.errors import PolicyNotAppliedError
-    from accel_shard.layout import ShardsState
+    from accel_shard.layout import NeedsLayout, ShardsState
 
-    if client is None or isinstance(client, ShardsState) == (shard == "optimizer"):
+    if client is None or isinstance(client, NeedsLayout) or isinstance(client, ShardsState) == (shard == "optimizer"):
         return
     raise PolicyNotAppliedError(
         f"shard is {shard!r} on DDP and the optimizer is a {type(client).__name__}, which holds "

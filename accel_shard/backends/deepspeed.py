@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
     from accel_shard.backends.parameter_layout import StateShape
-    from accel_shard.layout import Layout
+    from accel_shard.layout import FlatTensor, Layout
 
 __all__ = ["DeepSpeedBackend"]
 
@@ -40,6 +40,7 @@ class DeepSpeedBackend(Backend):
 
     distributed_types = ("DEEPSPEED",)
     _bucket_given = False
+    _reached: set[int] | None = None
 
     @property
     def kind(self) -> str:  # type: ignore[override]
@@ -214,6 +215,21 @@ class DeepSpeedBackend(Backend):
             return describe_zero(model)
         named, client = self.named_module(accelerator, model), self.torch_optimizer(model, optimizer)
         return describe(named, client, lambda _, tensor: Shard.whole(tensor), replicated=True)
+
+    def flat_tensors(self, accelerator: Accelerator, model: torch.nn.Module, optimizer: Any) -> list[FlatTensor] | None:
+        """Describe the tensors that the client optimizer is stepped with: flat partitions, but for stage 0."""
+        from accel_shard.backends.zero_layout import flat_tensors
+
+        return flat_tensors(model, self._reached) if self.policy.zero_stage else None
+
+    def introduce(self, accelerator: Accelerator, model: torch.nn.Module, optimizer: Any) -> None:
+        """Let an optimizer ask for :meth:`flat_tensors`, and watch which parameters backward reaches. Local."""
+        from accel_shard.backends.zero_layout import watch
+        from accel_shard.layout import NeedsLayout
+
+        if self.policy.zero_stage and isinstance(self.torch_optimizer(model, optimizer), NeedsLayout):
+            self._reached = watch(model)
+        super().introduce(accelerator, model, optimizer)
 
     def named_module(self, accelerator: Accelerator, model: torch.nn.Module) -> torch.nn.Module:
         """Return the model inside the engine."""

@@ -9,7 +9,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from accel_shard.errors import unknown_name
-from accel_shard.layout import Layout
+from accel_shard.layout import Layout, NeedsLayout
 from accel_shard.optim.backward import InBackward
 from accel_shard.optim.bucket import Bucket, Part, Ranks, gather_all
 from accel_shard.optim.flatten import check_memory, outline, ranged_buckets, whole_buckets
@@ -19,7 +19,8 @@ from accel_shard.optim.stepping import ELEMENTWISE, seat, settings_of, update
 
 __all__ = ["ELEMENTWISE", "ShardedOptimizer"]
 
-_COUPLED: Final = {
+_COUPLED: Final[dict[type[Any], str]] = {
+    NeedsLayout: "works on whole parameters, and shares out its state itself",
     torch.optim.LBFGS: "takes inner products over all parameters, which no rank has",
     torch.optim.SparseAdam: "takes sparse gradients, which cannot be cut into ranges",
 }

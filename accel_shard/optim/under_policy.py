@@ -10,7 +10,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from accel_shard.errors import PolicyError
-from accel_shard.layout import ShardsState
+from accel_shard.layout import NeedsLayout, ShardsState
 from accel_shard.optim.sharded import ShardedOptimizer
 from accel_shard.policy import ShardingPolicy
 
@@ -38,7 +38,7 @@ def refuse_sharded(optimizer: Any, policy: ShardingPolicy) -> None:
     Raises:
         PolicyError: saying what to use.
     """
-    if isinstance(optimizer, ShardsState) and not is_asked_for(policy):
+    if isinstance(optimizer, ShardsState) and not isinstance(optimizer, NeedsLayout) and not is_asked_for(policy):
         raise PolicyError(
             f"the optimizer is a {type(optimizer).__name__}, and the policy has backend {policy.backend!r} and shard "
             f"{policy.shard!r}. Use preset 'ddp_sharded', or the plain optimizer."

@@ -60,6 +60,41 @@ def test_trainer_with_bf16_weights_and_masters_apart(plain: list[float], tmp_pat
     assert found["losses"] != pytest.approx(plain, rel=1e-5), "it computes in bf16"
 
 
+@pytest.fixture(scope="session")
+def plain_matrix(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], Path]:
+    """Losses of plain Trainer with a matrix optimizer, one process; and its checkpoint after five of eight steps."""
+    folder = tmp_path_factory.mktemp("matrix")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MATRIX_OPTIMIZER", "1")
+        patch.setenv("SAVE_AT", "5")
+        found = result([sys.executable, SCRIPT, "plain"], folder)
+    return found["losses"], folder / "result.json.d" / "checkpoint-5"
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp1", "fsdp2", "zero3"])
+def test_a_matrix_optimizer(
+    name: str,
+    plain: list[float],
+    plain_matrix: tuple[list[float], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MATRIX_OPTIMIZER", "1")
+    found = result(torchrun(SCRIPT, name, ranks=2), tmp_path)
+    assert found["kind"] == KINDS[name]
+    assert found["losses"] == pytest.approx(plain_matrix[0], rel=1e-4)
+    assert plain_matrix[0] != pytest.approx(plain, rel=1e-3), "AdamW trained"
+
+
+def test_plain_trainer_resumes_a_matrix_optimizer(
+    plain_matrix: tuple[list[float], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MATRIX_OPTIMIZER", "1")
+    monkeypatch.setenv("RESUME", str(plain_matrix[1]))
+    found = result([sys.executable, SCRIPT, "plain"], tmp_path)
+    assert found["losses"] == plain_matrix[0]
+
+
 def test_trainers_own_optimizer_does_not_pass_for_a_sharded_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,7 +27,13 @@ class Samples(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
 
 def optimizer_for(policy: Any) -> dict[str, Any]:
-    """What Trainer must be told under ``ddp_sharded``: it makes its optimizer itself."""
+    """What Trainer must be told of a matrix optimizer, and under ``ddp_sharded``: it makes its optimizer itself."""
+    if "MATRIX_OPTIMIZER" in os.environ:
+        from accel_shard.optim.cores.shampoo import ShampooCore
+        from accel_shard.optim.matrix import MatrixOptimizer
+
+        settings = {"precondition_frequency": 2, "epsilon": 1e-3, "max_preconditioner_dim": 32, "lr": 3e-3}
+        return {"optimizer_cls_and_kwargs": (MatrixOptimizer, {"core": ShampooCore(), **settings})}
     if policy is None or (policy.backend, policy.shard) != ("ddp", "optimizer") or "PLAIN_OPTIMIZER" in os.environ:
         return {}
     from accel_shard import ShardedOptimizer
@@ -38,7 +44,8 @@ def optimizer_for(policy: Any) -> dict[str, Any]:
 def main() -> None:
     output, source = sys.argv[1:]
     common: dict[str, Any] = {
-        "output_dir": output + ".d", "max_steps": 8, "learning_rate": 3e-3, "logging_steps": 1, "save_strategy": "no",
+        "output_dir": output + ".d", "max_steps": 8, "learning_rate": 3e-3, "logging_steps": 1,
+        "save_strategy": "steps" if "SAVE_AT" in os.environ else "no", "save_steps": int(os.environ.get("SAVE_AT", "1")),
         "report_to": "none", "seed": 3, "warmup_steps": 2, "weight_decay": 0.1, "disable_tqdm": True,
     }  # fmt: skip
     policy = None
@@ -58,7 +65,7 @@ def main() -> None:
         from accel_shard import VerifyPolicy
 
         trainer.add_callback(VerifyPolicy(policy, trainer))
-    trainer.train()
+    trainer.train(resume_from_checkpoint=os.environ.get("RESUME"))
     if os.environ.get("RANK", "0") == "0":
         losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
         Path(output).write_text(json.dumps({"losses": losses, "kind": trainer.accelerator.distributed_type.name}))
