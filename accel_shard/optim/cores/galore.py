@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 
 from accel_shard.optim.core import Core, Cost
-from accel_shard.optim.cores.batch import gram, norms, pieces
+from accel_shard.optim.cores.batch import all_finite, gram, norms, pieces, replaced
 from accel_shard.optim.cores.checks import check_common, check_whole, dtype_of, require
 from accel_shard.optim.cores.roots import eigh
 
@@ -96,7 +96,7 @@ class GaLoreCore(Core):
             new = vectors[..., -old.shape[-1] :].flip(-1)
             if settings["align"]:
                 new = _turned(new, old[at])
-            found[at] = torch.where(failed.view(-1, 1, 1), old[at], new)
+            found[at] = replaced(new, failed, old[at])
             kept[at] = failed
         return {"projector": found}, kept
 
@@ -136,4 +136,4 @@ def _turned(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
     except RuntimeError:  # it did not converge: the same subspace, in its own coordinates
         return new
     turned = new @ (left @ right)
-    return torch.where(turned.isfinite().flatten(1).all(-1).view(-1, 1, 1), turned, new)
+    return replaced(turned, ~all_finite(turned), new)

@@ -14,7 +14,7 @@ import torch
 
 from accel_shard.optim.core import Core, Cost
 from accel_shard.optim.cores import momenta
-from accel_shard.optim.cores.batch import add_gram_, mirrored, multiply, part, pieces
+from accel_shard.optim.cores.batch import add_gram_, mirrored, multiply, part, pieces, replaced
 from accel_shard.optim.cores.checks import check_common, check_whole, dtype_of, require
 from accel_shard.optim.cores.roots import Ridge, eigenbasis
 from accel_shard.optim.cores.shampoo import start_step
@@ -136,7 +136,7 @@ class SOAPCore(Core):
                 # The bias is not corrected: it does not turn the basis.
                 moment, basis = mirrored(factors[at]), state[name][at]
                 result, failed = eigenbasis(moment, basis, _RIDGE.of(moment), settings["basis_method"])
-                found[name][at] = torch.where(failed.view(-1, 1, 1), basis, result)
+                found[name][at] = replaced(result, failed, basis)
                 kept[at] |= failed
         return found, kept
 
