@@ -124,7 +124,7 @@ def test_kl_shampoo_finds_the_factors_of_a_covariance() -> None:
     gradients = [spectra[0].sqrt()[:, None] * g * spectra[1].sqrt() for g in gradients_of(2000, 1, 4, 6)]
     settings = {
         **BARE,
-        "betas": (0.0, 0.999),
+        "betas": (0.0, 0.998),
         "kl_shampoo": True,
         "epsilon": 1e-6,
         "precondition_frequency": 10,
@@ -132,7 +132,7 @@ def test_kl_shampoo_finds_the_factors_of_a_covariance() -> None:
     }
     stepper = Stepper(ShampooCore(), torch.zeros(1, 4, 6, dtype=torch.float64), **settings)
     stepper.run(gradients)
-    left, right = (stepper.state[f"factor_{dim}_of_2"][0].diagonal() for dim in (0, 1))
+    left, right = (stepper.state[f"factor_{dim}_of_2"][0].diagonal() / (1 - 0.998**2000) for dim in (0, 1))
     got = torch.outer(left, right)
     assert relative(got, torch.outer(*spectra)) < 0.1
 
