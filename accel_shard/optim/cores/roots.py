@@ -146,10 +146,10 @@ def _newton(matrices: torch.Tensor, power: int, added: torch.Tensor) -> tuple[to
     scale = (power + 1) / (2 * bound)
     root, coupled = scale.pow(1 / power) * eye, scale * lifted
     tolerance = 1e-6 if matrices.dtype == torch.float32 else 1e-12
-    error = (coupled - eye).abs().amax((-2, -1))
-    best, kept = error, root
+    best = (coupled - eye).abs().amax((-2, -1))
+    kept, stuck = root, best <= tolerance
     for _ in range(100):
-        if not (error > tolerance).any():
+        if stuck.all():
             break
         step = ((power + 1) * eye - coupled) / power
         root, coupled = root @ step, torch.linalg.matrix_power(step, power) @ coupled
@@ -157,11 +157,8 @@ def _newton(matrices: torch.Tensor, power: int, added: torch.Tensor) -> tuple[to
         # Near its end the iteration can drift off again: keep what was best, and stop when nothing gets better.
         better = error < best
         kept = torch.where(better.view(-1, 1, 1), root, kept)
-        stuck = ~better & (best < 1e-2)
         best = torch.where(better, error, best)
-        error = torch.where(stuck, torch.zeros_like(error), error)
-        if not (error > tolerance).any():
-            break
+        stuck = stuck | (best <= tolerance) | (~better & (best < 1e-2)) | ~error.isfinite()
     return kept, ~((best < 1e-3) & all_finite(kept))
 
 
