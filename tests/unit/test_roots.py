@@ -113,6 +113,18 @@ def test_solvers_agree(method: str, power_of: int) -> None:
     assert relative(single, want.float()) < 3e-5
 
 
+def test_newton_is_done_with_a_matrix_when_it_is_not_with_others() -> None:
+    easy, hard = (
+        with_spectrum(torch.linspace(1, 2, 8).unsqueeze(0)),
+        with_spectrum(torch.logspace(-5, 1, 8).unsqueeze(0)),
+    )
+    together, failed = inverse_root(torch.cat([easy, hard]), 0.25, NONE, "newton")
+    assert not failed.any()
+    for got, matrix in zip(together, (easy, hard), strict=True):
+        assert torch.equal(got, inverse_root(matrix, 0.25, NONE, "newton")[0][0])
+    assert relative(together[0], inverse_root(easy, 0.25, NONE)[0][0]) < 1e-5
+
+
 def test_newton_gives_up_to_eigh_only_for_what_it_cannot_do() -> None:
     matrices = torch.stack([torch.eye(6), torch.diag(torch.tensor([1.0, 1, 1, 1, 1, 0]))])
     want, _ = inverse_root(matrices, 0.25, Ridge(1e-12))

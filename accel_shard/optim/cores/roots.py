@@ -154,8 +154,9 @@ def _newton(matrices: torch.Tensor, power: int, added: torch.Tensor) -> tuple[to
         step = ((power + 1) * eye - coupled) / power
         root, coupled = root @ step, torch.linalg.matrix_power(step, power) @ coupled
         error = (coupled - eye).abs().amax((-2, -1))
-        # Near its end the iteration can drift off again: keep what was best, and stop when nothing gets better.
-        better = error < best
+        # Near its end the iteration can drift off again, and the others of the batch go on: keep what was best, and
+        # nothing that comes after a matrix is done.
+        better = (error < best) & ~stuck
         kept = torch.where(better.view(-1, 1, 1), root, kept)
         best = torch.where(better, error, best)
         stuck = stuck | (best <= tolerance) | (~better & (best < 1e-2)) | ~error.isfinite()
@@ -233,7 +234,7 @@ def _settled(values: torch.Tensor, vectors: torch.Tensor, last: torch.Tensor, fl
 
     Any basis of that space is as right as another, and rounding chooses: then what is done in the coordinates of the
     basis, element by element, would depend on it. What is left of given vectors in the space, orthogonalised in their
-    order, is a smooth function of the space. (The nearest basis would be another, at ten times the cost.)
+    order, is a smooth function of the space, up to signs. (The nearest basis would be another, at ten times the cost.)
     """
     below = values <= floor
     which = below.any(-1).nonzero().flatten()
@@ -243,8 +244,7 @@ def _settled(values: torch.Tensor, vectors: torch.Tensor, last: torch.Tensor, fl
     count = int(below.sum(-1).amax())
     mask = below[which, :count].unsqueeze(-2)
     space, given = vectors[which, :, :count] * mask, last[which, :, :count] * mask
-    turn, triangle = torch.linalg.qr(space.mT @ given + torch.diag_embed((~mask[:, 0]).to(values.dtype)))
-    turn = turn * triangle.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)
+    turn, _ = torch.linalg.qr(space.mT @ given + torch.diag_embed((~mask[:, 0]).to(values.dtype)))
     settled = vectors[which]
     settled[..., :count] = torch.where(mask, space @ turn, settled[..., :count])
     return vectors.index_copy(0, which, replaced(settled, ~all_finite(settled), vectors[which]))
