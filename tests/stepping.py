@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import pytest
 import torch
 
 from accel_shard.optim.core import Core
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Matrices this small are slower on many threads; on a busy machine, much slower."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
 
 Schedule = Callable[[int, int], bool]
 

@@ -85,8 +85,8 @@ class Core(abc.ABC):
         It changes nothing, so that it can run beside training on a copy of the statistics.
 
         Returns:
-            The states to replace, by name, ``[blocks, ...]``; and ``[blocks]``, bool: which blocks keep what they had,
-            because nothing better could be computed.
+            The states to replace, by name, ``[blocks, ...]`` (none, if there is nothing to do yet); and ``[blocks]``,
+            bool: which blocks keep what they had, because nothing better could be computed.
         """
         raise NotImplementedError(f"{type(self).__name__} has a period and no refresh")
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from stepping import DOUBLE, Stepper, as_the_reference, gradients_of, power, relative
+from stepping import one_thread as one_thread
 
 from accel_shard.optim.core import Core
 from accel_shard.optim.cores.adamw import AdamWCore
@@ -16,7 +17,7 @@ from accel_shard.optim.cores.muon import MuonCore, newton_schulz
 from accel_shard.optim.cores.shampoo import ShampooCore
 from accel_shard.optim.cores.soap import SOAPCore
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("one_thread")]
 CORES = [ShampooCore, SOAPCore, MuonCore, GaLoreCore, AdamWCore]
 PLAIN = {"lr": 0.1, "weight_decay": 0.0}
 BARE: dict[str, Any] = {
@@ -29,6 +30,12 @@ EYE = torch.eye(20, dtype=torch.float64)
 def double(core: type[Core]) -> dict[str, Any]:
     """The settings of a core in float64."""
     wanted = {**DOUBLE, "ns_dtype": "float64", **PLAIN}
+    return {option: value for option, value in wanted.items() if option in core.defaults}
+
+
+def early(core: type[Core]) -> dict[str, Any]:
+    """Settings with which few steps see all that a core does."""
+    wanted = {"start_preconditioning_step": 3, "precondition_frequency": 1, "update_proj_gap": 2, "rank": 3}
     return {option: value for option, value in wanted.items() if option in core.defaults}
 
 
@@ -120,10 +127,10 @@ def test_kl_shampoo_by_the_formula() -> None:
 def test_kl_shampoo_finds_the_factors_of_a_covariance() -> None:
     """Of gradients with a Kronecker product as covariance; there the product of its factors is that covariance."""
     spectra = [torch.linspace(0.5, 4, n, dtype=torch.float64) for n in (4, 6)]
-    gradients = [spectra[0].sqrt()[:, None] * g * spectra[1].sqrt() for g in gradients_of(3000, 1, 4, 6)]
+    gradients = [spectra[0].sqrt()[:, None] * g * spectra[1].sqrt() for g in gradients_of(2000, 1, 4, 6)]
     settings = {
         **BARE,
-        "betas": (0.0, 0.999),
+        "betas": (0.0, 0.998),
         "kl_shampoo": True,
         "epsilon": 1e-6,
         "precondition_frequency": 10,
@@ -131,9 +138,9 @@ def test_kl_shampoo_finds_the_factors_of_a_covariance() -> None:
     }
     stepper = Stepper(ShampooCore(), torch.zeros(1, 4, 6, dtype=torch.float64), **settings)
     stepper.run(gradients)
-    left, right = (stepper.state[f"factor_{dim}_of_2"][0].diagonal() for dim in (0, 1))
+    left, right = (stepper.state[f"factor_{dim}_of_2"][0].diagonal() / (1 - 0.998**2000) for dim in (0, 1))
     got = torch.outer(left, right)
-    assert relative(got, torch.outer(*spectra)) < 0.15
+    assert relative(got, torch.outer(*spectra)) < 0.1
 
 
 # Shampoo: what surrounds the roots
@@ -200,7 +207,13 @@ def test_every_way_to_a_root_gives_the_same_steps(method: str) -> None:
     """The iterative ways from a basis are approximate; with steady gradients they settle on the same."""
     steady = gradients_of(1, 2, 12, 8)[0]
     gradients = [steady + 0.01 * g for g in gradients_of(80, 2, 12, 8, seed=3)]
-    settings = {**double(ShampooCore), "betas": (0.0, 0.9), "precondition_frequency": 2, "epsilon": 1e-4}
+    settings = {
+        **double(ShampooCore),
+        "betas": (0.0, 0.9),
+        "precondition_frequency": 2,
+        "epsilon": 1e-4,
+        "relative_epsilon": False,
+    }
     by_eigh, other = (
         Stepper(ShampooCore(), torch.zeros_like(steady), **{**settings, "root_method": m}) for m in ("eigh", method)
     )
@@ -368,10 +381,10 @@ def test_galores_basis_stays_near_the_last_one() -> None:
 
 
 @pytest.mark.parametrize("core", CORES)
-@pytest.mark.parametrize("shape", [(5, 4), (150, 130)])
+@pytest.mark.parametrize("shape", [(5, 4), (150, 130), (300, 450)])  # the last: a block a piece
 def test_a_batch_is_each_block_alone(core: type[Core], shape: tuple[int, int]) -> None:
-    weights, gradients = gradients_of(1, 3, *shape, seed=1)[0], gradients_of(4, 3, *shape)
-    settings = double(core)
+    weights, gradients = gradients_of(1, 3, *shape, seed=1)[0], gradients_of(5, 3, *shape)
+    settings = double(core) | early(core)
     together = Stepper(core(), weights, **settings).run(gradients)
     for block in range(3):
         alone = Stepper(core(), weights[block : block + 1], **settings).run([g[block : block + 1] for g in gradients])
@@ -380,16 +393,27 @@ def test_a_batch_is_each_block_alone(core: type[Core], shape: tuple[int, int]) -
 
 
 @pytest.mark.parametrize("core", [ShampooCore, SOAPCore])
-@pytest.mark.parametrize("method", ["eigh", "cholesky_qr"])
-def test_rounding_does_not_grow(core: type[Core], method: str) -> None:
-    """With the defaults, gradients that differ by rounding give weights that differ by little."""
-    gradients = gradients_of(30, 1, 16, 12, dtype=torch.float32)
-    other = [g * (1 + 1e-7 * n) for g, n in zip(gradients, gradients_of(30, 1, 16, 12, seed=4), strict=True)]
-    option = {"root_method" if core is ShampooCore else "basis_method": method}
-    one, two = (
-        Stepper(core(), torch.zeros(1, 16, 12), **option).run([g.float() for g in gs]) for gs in (gradients, other)
-    )
-    assert 0 < relative(two, one) < 1e-4
+@pytest.mark.parametrize("shape", [(16, 12), (48, 5), (1, 32), (33,)])
+def test_rounding_does_not_grow(core: type[Core], shape: tuple[int, ...]) -> None:
+    """With the defaults, gradients that differ by rounding give weights that do; also where factors lack rank."""
+    gradients = gradients_of(30, 1, *shape, dtype=torch.float32)
+    noise = gradients_of(30, 1, *shape, seed=4)
+    other = [(g * (1 + 1e-7 * n)).float() for g, n in zip(gradients, noise, strict=True)]
+    one, two = (Stepper(core(), torch.zeros(1, *shape)).run(gs) for gs in (gradients, other))
+    assert 0 < relative(two, one) < 3e-5
+
+
+def test_a_floor_is_what_keeps_rounding_down() -> None:
+    """An epsilon that is added does not: it lets through what lies below it."""
+    gradients, noise = gradients_of(30, 1, 1, 32, dtype=torch.float32), gradients_of(30, 1, 1, 32, seed=4)
+    other = [(g * (1 + 1e-7 * n)).float() for g, n in zip(gradients, noise, strict=True)]
+    differences = [
+        relative(
+            *(Stepper(ShampooCore(), torch.zeros(1, 1, 32), relative_epsilon=way).run(gs) for gs in (other, gradients))
+        )
+        for way in (True, False)
+    ]
+    assert differences[1] > 100 * differences[0]
 
 
 INPUTS = {
@@ -472,15 +496,12 @@ def test_nothing_is_refreshed_that_nobody_looks_at(core: type[Core]) -> None:
 @pytest.mark.parametrize("core", CORES)
 def test_states_keep_their_dtype_whatever_the_gradients(core: type[Core]) -> None:
     """Momenta in float64 of gradients in float32, and the other way round."""
+    settings = {"lr": 0.1, "weight_decay": 0.0, **early(core)}
+    want = Stepper(core(), torch.zeros(1, 6, 5).double(), **double(core) | settings).run(gradients_of(5, 1, 6, 5))
     for state, dtype in (("float64", torch.float32), ("float32", torch.float64)):
-        options = {o: state for o in ("state_dtype", "factor_dtype") if o in core.defaults}
-        stepper = Stepper(core(), torch.zeros(1, 6, 5, dtype=dtype), **options)
-        stepper.run(gradients_of(3, 1, 6, 5, dtype=dtype))
-        want = Stepper(
-            core(),
-            torch.zeros(1, 6, 5).double(),
-            **double(core) | {"lr": core.defaults["lr"], "weight_decay": core.defaults["weight_decay"]},
-        ).run(gradients_of(3, 1, 6, 5))
+        options = {option: state for option in ("state_dtype", "factor_dtype") if option in core.defaults}
+        stepper = Stepper(core(), torch.zeros(1, 6, 5, dtype=dtype), **options, **settings)
+        stepper.run(gradients_of(5, 1, 6, 5, dtype=dtype))
         assert relative(stepper.weights.double(), want) < 1e-3
         assert {t.dtype for t in stepper.state.values()} == {getattr(torch, state)}
 
@@ -492,14 +513,18 @@ def test_costs(core: type[Core]) -> None:
     assert 0 < small.step < large.step
     assert (large.refresh > 0) == (made.period(settings) > 0)
     if core in (ShampooCore, SOAPCore, MuonCore):
-        assert 6 < large.step / small.step < 9  # products
+        assert 5 < large.step / small.step < 8  # products, and some passes over the elements
     assert made.period(settings) == settings.get("precondition_frequency", settings.get("update_proj_gap", 0))
 
 
 def test_costs_follow_the_shape() -> None:
     core, settings = ShampooCore(), ShampooCore.defaults
-    assert core.cost((256, 64), settings).refresh == pytest.approx(10 * (256**3 + 64**3))
-    assert core.cost((64, 32), {**settings, "inverse_exponent_override": {2: {0: 0.0}}}).refresh == 10 * 32**3
+    one = core.cost((64, 1), {**settings, "inverse_exponent_override": {2: {1: 0.0}}})
+    both = core.cost((256, 64), settings)
+    assert both.refresh == pytest.approx(one.refresh * (4**3 + 1))
+    assert core.cost((256, 64), {**settings, "inverse_exponent_override": {2: {0: 0.0}}}).refresh == one.refresh
+    every_other = core.cost((256, 64), {**settings, "statistics_every": 2})
+    assert both.step - every_other.step == pytest.approx(0.3125 * 256 * 64 * (256 + 64))
 
 
 REFUSED = [

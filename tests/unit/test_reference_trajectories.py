@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from stepping import DOUBLE, Stepper, as_the_reference, relative
+from stepping import one_thread as one_thread
 
 from accel_shard.optim.cores.muon import MuonCore
 from accel_shard.optim.cores.shampoo import ShampooCore, start_step
@@ -25,6 +26,7 @@ TOLERANCE = {"newton_adam": 1e-10, "pseudo_inverse": 1e-7}
 
 
 @pytest.mark.timeout(60)
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(("case", "name"), [(case, name) for case, (_, _, names) in CASES.items() for name in names])
 def test_trajectory(case: str, name: str) -> None:
     core, settings, _ = CASES[case]

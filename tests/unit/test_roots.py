@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from stepping import gradients_of, power, relative
+from stepping import one_thread as one_thread
 
 from accel_shard.optim.cores import roots
 from accel_shard.optim.cores.batch import add_gram_, gram, mirrored, multiply, pieces
 from accel_shard.optim.cores.roots import Ridge, eigenbasis, eigh, inverse_root, refined_basis, root_by_basis
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("one_thread")]
 NONE = Ridge(1e-30)
 
 
@@ -78,8 +79,10 @@ def test_epsilon_is_added_before_the_root() -> None:
     eye = torch.eye(3, dtype=torch.float64)
     got, _ = inverse_root(matrix, 0.25, Ridge(0.5))
     assert relative(got[0], power(matrix[0] + 0.5 * eye, -0.25)) < 1e-13
-    got, _ = inverse_root(matrix, 0.25, Ridge(0.5, relative=True))
-    assert relative(got[0], power(matrix[0] + 0.5 * 4.001 * eye, -0.25)) < 1e-13
+    # Relative, it is a floor: here 0.4 of a trace of 4.001.
+    raised = with_spectrum(torch.tensor([[1.6004, 1.6004, 3.0]], dtype=torch.float64))
+    got, _ = inverse_root(matrix, 0.25, Ridge(0.4, relative=True))
+    assert relative(got[0], power(raised[0], -0.25)) < 1e-13
     # A least eigenvalue below zero by rounding becomes epsilon; all the others are shifted with it.
     below = torch.diag(torch.tensor([-1e-3, 1.0], dtype=torch.float64)).unsqueeze(0)
     got, _ = inverse_root(below, 0.5, Ridge(1e-4))
@@ -108,6 +111,18 @@ def test_solvers_agree(method: str, power_of: int) -> None:
     single, failed = inverse_root(matrices.float(), 1 / power_of, Ridge(1e-6), method)
     assert not failed.any()
     assert relative(single, want.float()) < 3e-5
+
+
+def test_newton_is_done_with_a_matrix_when_it_is_not_with_others() -> None:
+    easy, hard = (
+        with_spectrum(torch.linspace(1, 2, 8).unsqueeze(0)),
+        with_spectrum(torch.logspace(-5, 1, 8).unsqueeze(0)),
+    )
+    together, failed = inverse_root(torch.cat([easy, hard]), 0.25, NONE, "newton")
+    assert not failed.any()
+    for got, matrix in zip(together, (easy, hard), strict=True):
+        assert torch.equal(got, inverse_root(matrix, 0.25, NONE, "newton")[0][0])
+    assert relative(together[0], inverse_root(easy, 0.25, NONE)[0][0]) < 1e-5
 
 
 def test_newton_gives_up_to_eigh_only_for_what_it_cannot_do() -> None:
@@ -229,4 +244,4 @@ def test_a_basis_of_something_broken_is_not_used(method: str) -> None:
     found, failed = eigenbasis(matrices, start, added, method)
     assert failed.tolist() == [False, True]
     assert found.isfinite().all()
-    assert roots.is_identity(torch.stack([torch.eye(3), torch.ones(3, 3)])).tolist() == [True, False]
+    assert roots.is_identity(torch.stack([torch.eye(3), torch.eye(3)[[1, 0, 2]]])).tolist() == [True, False]

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from accel_shard.optim.core import Core, Cost
-from accel_shard.optim.cores.batch import pieces
+from accel_shard.optim.cores.batch import ELEMENTWISE, pieces
 from accel_shard.optim.cores.checks import check_common, dtype_of, require
 
 __all__ = ["AdamWCore"]
@@ -40,7 +40,7 @@ class AdamWCore(Core):
 
     def cost(self, shape: tuple[int, ...], settings: Mapping[str, Any]) -> Cost:
         """Return what passing over the elements costs."""
-        return Cost(20.0 * math.prod(shape))
+        return Cost(ELEMENTWISE * math.prod(shape))
 
     def direction(
         self, gradient: torch.Tensor, state: Mapping[str, torch.Tensor], settings: Mapping[str, Any], step: int

@@ -6,10 +6,24 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-__all__ = ["add_gram_", "gram", "mirrored", "multiply", "norms", "part", "pieces", "scale_"]
+__all__ = [
+    "ELEMENTWISE",
+    "add_gram_",
+    "all_finite",
+    "gram",
+    "mirrored",
+    "multiply",
+    "norms",
+    "part",
+    "pieces",
+    "replaced",
+    "scale_",
+]
 
 # Elements of a piece on a CPU. What follows a product then finds its operands in the cache: a third off a step.
 _CACHED = 1 << 17
+# What passing over an element a dozen times costs beside a multiplication within a product.
+ELEMENTWISE = 80.0
 # Below, the calls cost more than the half of a symmetric product that they save.
 _TILED = 128
 
@@ -57,12 +71,35 @@ def gram(matrices: torch.Tensor) -> torch.Tensor:
     """Return ``M M'``, exactly symmetric."""
     product = matrices.new_empty(*matrices.shape[:2], matrices.shape[1])
     add_gram_(product, matrices, 0, 0.0, 1.0)
-    return mirrored(product)
+    return _mirror_(product)
 
 
 def mirrored(factors: torch.Tensor) -> torch.Tensor:
     """Return symmetric matrices with the upper triangles of ``factors``."""
-    return factors.triu() + factors.triu(1).mT
+    return _mirror_(factors.clone())
+
+
+def _mirror_(factors: torch.Tensor) -> torch.Tensor:
+    size = factors.shape[-1]
+    tile = -(-size // 4) if size >= _TILED else size
+    for at in range(0, size, tile):
+        end = min(at + tile, size)
+        factors[:, end:, at:end] = factors[:, at:end, end:].mT
+        corner = factors[:, at:end, at:end]
+        corner.copy_(corner.triu() + corner.triu(1).mT)
+    return factors
+
+
+def all_finite(blocks: torch.Tensor) -> torch.Tensor:
+    """Return which blocks are numbers throughout, by their sums: in one pass. Sums must not overflow."""
+    return blocks.reshape(blocks.shape[0], -1).sum(1).isfinite()
+
+
+def replaced(blocks: torch.Tensor, which: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+    """Return ``blocks``, and ``by`` in place of some. A CPU looks first whether there are any; a device would wait."""
+    if which.device.type == "cpu" and not which.any():
+        return blocks
+    return torch.where(which.view(-1, *[1] * (blocks.dim() - 1)), by, blocks)
 
 
 def multiply(
@@ -107,7 +144,7 @@ def multiply(
 
 def norms(blocks: torch.Tensor) -> torch.Tensor:
     """Return the Frobenius norm of each block."""
-    norm: torch.Tensor = torch.linalg.vector_norm(blocks.flatten(1), dim=1)
+    norm: torch.Tensor = torch.linalg.vector_norm(blocks.reshape(blocks.shape[0], -1), dim=1)
     return norm
 
 

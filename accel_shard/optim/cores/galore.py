@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 
 from accel_shard.optim.core import Core, Cost
-from accel_shard.optim.cores.batch import gram, norms, pieces
+from accel_shard.optim.cores.batch import ELEMENTWISE, all_finite, gram, norms, pieces, replaced
 from accel_shard.optim.cores.checks import check_common, check_whole, dtype_of, require
 from accel_shard.optim.cores.roots import eigh
 
@@ -73,7 +73,9 @@ class GaLoreCore(Core):
         """Return multiplications: a product with the projector and one back; a square and its decomposition."""
         short, long = _sides(shape)
         rank = min(settings["rank"], short)
-        return Cost(2.0 * rank * short * long + 20.0 * rank * long, 0.625 * short * short * long + 9.0 * short**3)
+        return Cost(
+            2.0 * rank * short * long + ELEMENTWISE * rank * long, 0.625 * short * short * long + 13.0 * short**3
+        )
 
     def period(self, settings: Mapping[str, Any]) -> int:
         """Return ``update_proj_gap``."""
@@ -96,7 +98,7 @@ class GaLoreCore(Core):
             new = vectors[..., -old.shape[-1] :].flip(-1)
             if settings["align"]:
                 new = _turned(new, old[at])
-            found[at] = torch.where(failed.view(-1, 1, 1), old[at], new)
+            found[at] = replaced(new, failed, old[at])
             kept[at] = failed
         return {"projector": found}, kept
 
@@ -136,4 +138,4 @@ def _turned(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
     except RuntimeError:  # it did not converge: the same subspace, in its own coordinates
         return new
     turned = new @ (left @ right)
-    return torch.where(turned.isfinite().flatten(1).all(-1).view(-1, 1, 1), turned, new)
+    return replaced(turned, ~all_finite(turned), new)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from accel_shard.optim.core import Core, Cost
-from accel_shard.optim.cores.batch import gram, norms, pieces
+from accel_shard.optim.cores.batch import ELEMENTWISE, gram, norms, pieces
 from accel_shard.optim.cores.checks import check_common, check_whole, dtype_of, require
 
 __all__ = ["MuonCore", "newton_schulz"]
@@ -70,7 +70,7 @@ class MuonCore(Core):
         rows, columns = shape[0], math.prod(shape[1:])
         small, large = min(rows, columns), max(rows, columns)
         each = 1.625 * small * small * large + 0.625 * small**3
-        return Cost(settings["ns_steps"] * each + 20.0 * rows * columns)
+        return Cost(settings["ns_steps"] * each + ELEMENTWISE * rows * columns)
 
     def direction(
         self, gradient: torch.Tensor, state: Mapping[str, torch.Tensor], settings: Mapping[str, Any], step: int

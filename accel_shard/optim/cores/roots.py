@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from accel_shard.optim.cores.batch import gram
+from accel_shard.optim.cores.batch import all_finite, gram, replaced
 
 __all__ = ["Ridge", "eigenbasis", "eigh", "inverse_root", "is_identity", "refined_basis", "root_by_basis", "root_of"]
 
@@ -23,7 +23,9 @@ class Ridge:
     Attributes:
         epsilon: added to all eigenvalues: to the diagonal, before the root is taken. If rounding left the least
             eigenvalue below 0, all are shifted further, so that it becomes ``epsilon``.
-        relative: ``epsilon`` is a part of the trace, so that a root scales with its matrix; that of zeros is 1.
+        relative: instead, ``epsilon`` times the trace is the floor of the eigenvalues, so that a root scales with its
+            matrix; that of zeros is 1. What lies below the floor is rounding in the main, of which with an addition
+            1 % to 0.1 % came through to the weights where factors lack rank. (``newton`` has no eigenvalues, and adds.)
         pseudo_inverse: instead, eigenvalues below ``size * machine epsilon`` of the largest have the inverse root 0.
     """
 
@@ -32,7 +34,7 @@ class Ridge:
     pseudo_inverse: bool = False
 
     def of(self, matrices: torch.Tensor) -> torch.Tensor:
-        """Return what is added to each matrix, ``[blocks, 1]``."""
+        """Return what is added to each matrix, or its floor, ``[blocks, 1]``."""
         trace = matrices.diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True)
         if not self.relative:
             return torch.full_like(trace, self.epsilon)
@@ -45,13 +47,13 @@ def eigh(matrices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
     Args:
         matrices: ``[blocks, n, n]``, symmetric.
     """
-    size, dtype = matrices.shape[-1], matrices.dtype
-    largest = matrices.abs().amax((-2, -1))
-    failed = ~largest.isfinite()
-    # Of order one, so that nothing over- or underflows on the way; matrices of zeros as they are.
-    scale = torch.where(failed | (largest == 0), 1.0, largest)
+    size = matrices.shape[-1]
+    # No element is larger than the largest of the diagonal. Of order one, nothing over- or underflows on the way.
+    scale = matrices.diagonal(dim1=-2, dim2=-1).abs().amax(-1)
+    scale = torch.where(scale.isfinite() & (scale > 0), scale, 1.0)
     scaled = matrices / scale.view(-1, 1, 1)
-    values, vectors, wrong = _try(torch.where(failed.view(-1, 1, 1), torch.eye(size).to(matrices), scaled))
+    failed = ~all_finite(scaled)
+    values, vectors, wrong = _try(replaced(scaled, failed, torch.eye(size).to(matrices)))
     if wrong.any():
         for place in dict.fromkeys((matrices.device, torch.device("cpu"))):
             again = wrong.nonzero().flatten()
@@ -61,7 +63,7 @@ def eigh(matrices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
             wrong[again] = still.to(wrong.device)
             if not wrong.any():
                 break
-    return values * scale.unsqueeze(-1).to(dtype), vectors, failed | wrong
+    return values * scale.unsqueeze(-1), vectors, failed | wrong
 
 
 def _try(matrices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -78,7 +80,7 @@ def _try(matrices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
     # A solver that goes wrong without a word rarely keeps the trace.
     trace = matrices.diagonal(dim1=-2, dim2=-1).sum(-1)
     off = (values.sum(-1) - trace).abs() > 1e-3 * matrices.shape[-1]
-    wrong = ~(values.isfinite().all(-1) & vectors.isfinite().flatten(1).all(-1)) | off
+    wrong = ~(all_finite(values) & all_finite(vectors)) | off
     return values, vectors, wrong
 
 
@@ -100,7 +102,7 @@ def root_of(
         halves = torch.where(values > cutoff, values.clamp(min=torch.finfo(values.dtype).tiny), 1.0)
         halves = torch.where(values > cutoff, halves.pow(-exponent / 2), 0.0)
     else:
-        lifted = values + added
+        lifted = torch.maximum(values, added) if ridge.relative else values + added
         least = lifted.amin(-1, keepdim=True)
         # In this order: what is added may be less than the rounding of the least.
         halves = torch.where(least < added, (lifted - least) + added, lifted).pow(-exponent / 2)
@@ -128,8 +130,8 @@ def inverse_root(
         return root, failed
     values, vectors, failed = eigh(matrices)
     root = root_of(values, vectors, exponent, ridge, ridge.of(matrices))
-    failed |= ~root.isfinite().flatten(1).all(-1)
-    return torch.where(failed.view(-1, 1, 1), torch.zeros_like(root), root), failed
+    failed |= ~all_finite(root)
+    return replaced(root, failed, torch.zeros_like(root[:1])), failed
 
 
 def _newton(matrices: torch.Tensor, power: int, added: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -144,29 +146,26 @@ def _newton(matrices: torch.Tensor, power: int, added: torch.Tensor) -> tuple[to
     scale = (power + 1) / (2 * bound)
     root, coupled = scale.pow(1 / power) * eye, scale * lifted
     tolerance = 1e-6 if matrices.dtype == torch.float32 else 1e-12
-    error = (coupled - eye).abs().amax((-2, -1))
-    best, kept = error, root
+    best = (coupled - eye).abs().amax((-2, -1))
+    kept, stuck = root, best <= tolerance
     for _ in range(100):
-        if not (error > tolerance).any():
+        if stuck.all():
             break
         step = ((power + 1) * eye - coupled) / power
         root, coupled = root @ step, torch.linalg.matrix_power(step, power) @ coupled
         error = (coupled - eye).abs().amax((-2, -1))
-        # Near its end the iteration can drift off again: keep what was best, and stop when nothing gets better.
-        better = error < best
+        # Near its end the iteration can drift off again, and the others of the batch go on: keep what was best, and
+        # nothing that comes after a matrix is done.
+        better = (error < best) & ~stuck
         kept = torch.where(better.view(-1, 1, 1), root, kept)
-        stuck = ~better & (best < 1e-2)
         best = torch.where(better, error, best)
-        error = torch.where(stuck, torch.zeros_like(error), error)
-        if not (error > tolerance).any():
-            break
-    return kept, ~((best < 1e-3) & kept.isfinite().flatten(1).all(-1))
+        stuck = stuck | (best <= tolerance) | (~better & (best < 1e-2)) | ~error.isfinite()
+    return kept, ~((best < 1e-3) & all_finite(kept))
 
 
 def is_identity(basis: torch.Tensor) -> torch.Tensor:
     """Return which bases are the one they start as: nothing better is known yet."""
-    eye = torch.eye(basis.shape[-1], dtype=basis.dtype, device=basis.device)
-    return (basis == eye).flatten(1).all(-1)
+    return (basis.diagonal(dim1=-2, dim2=-1) == 1.0).all(-1)
 
 
 def refined_basis(
@@ -186,17 +185,16 @@ def refined_basis(
     """
     moved = (matrices @ basis).addcmul_(added.unsqueeze(-1), basis)
     lengths = torch.linalg.vector_norm(moved, dim=-2, keepdim=True)
-    moved = moved / torch.where(lengths > 0, lengths, 1.0)
-    failed = ~moved.isfinite().flatten(1).all(-1)
-    moved = torch.where(failed.view(-1, 1, 1), basis, moved)
+    moved /= torch.where(lengths > 0, lengths, 1.0)
+    failed = ~all_finite(moved)
+    moved = replaced(moved, failed, basis)
     if method == "qr":
         return torch.linalg.qr(moved)[0], failed
     # With columns of one length, of a basis that was nearly right, the products are nearly the identity.
     factor, info = torch.linalg.cholesky_ex(gram(moved.mT), upper=True)
     steep = factor.diagonal(dim1=-2, dim2=-1).amin(-1) < 0.1  # Its square is what rounding is multiplied with.
-    poor = (info != 0) | steep | ~factor.isfinite().flatten(1).all(-1)
-    eye = torch.eye(basis.shape[-1], dtype=basis.dtype, device=basis.device)
-    factor = torch.where(poor.view(-1, 1, 1), eye, factor)
+    poor = (info != 0) | steep | ~all_finite(factor)
+    factor = replaced(factor, poor, torch.eye(basis.shape[-1]).to(factor))
     found = torch.linalg.solve_triangular(factor, moved, upper=True, left=False)
     if poor.any():
         again = poor.nonzero().flatten()
@@ -217,18 +215,39 @@ def eigenbasis(
             which is by falling eigenvalue, as these need it.
     """
     if method == "eigh":
-        _, vectors, failed = eigh(matrices)
-        return vectors, failed
+        values, vectors, failed = eigh(matrices)
+        return _settled(values, vectors, basis, added), failed
     fresh = is_identity(basis)
     if not fresh.any():
         return refined_basis(matrices, basis, added, method)
     found, failed = torch.empty_like(basis), torch.zeros_like(fresh)
     new, old = fresh.nonzero().flatten(), (~fresh).nonzero().flatten()
-    _, vectors, failed[new] = eigh(matrices[new])
-    found[new] = vectors.flip(-1)
+    values, vectors, failed[new] = eigh(matrices[new])
+    found[new] = _settled(values, vectors, basis[new], added[new]).flip(-1)
     if len(old):
         found[old], failed[old] = refined_basis(matrices[old], basis[old], added[old], method)
     return found, failed
+
+
+def _settled(values: torch.Tensor, vectors: torch.Tensor, last: torch.Tensor, floor: torch.Tensor) -> torch.Tensor:
+    """Return eigenvectors of which those below the floor are the last basis's, as far as they lie in their space.
+
+    Any basis of that space is as right as another, and rounding chooses: then what is done in the coordinates of the
+    basis, element by element, would depend on it. What is left of given vectors in the space, orthogonalised in their
+    order, is a smooth function of the space, up to signs. (The nearest basis would be another, at ten times the cost.)
+    """
+    below = values <= floor
+    which = below.any(-1).nonzero().flatten()
+    if not len(which):
+        return vectors
+    # They are the first columns. The identity fills up, so that matrices with spaces of any size are one batch.
+    count = int(below.sum(-1).amax())
+    mask = below[which, :count].unsqueeze(-2)
+    space, given = vectors[which, :, :count] * mask, last[which, :, :count] * mask
+    turn, _ = torch.linalg.qr(space.mT @ given + torch.diag_embed((~mask[:, 0]).to(values.dtype)))
+    settled = vectors[which]
+    settled[..., :count] = torch.where(mask, space @ turn, settled[..., :count])
+    return vectors.index_copy(0, which, replaced(settled, ~all_finite(settled), vectors[which]))
 
 
 def root_by_basis(
@@ -244,5 +263,5 @@ def root_by_basis(
     values, order = values.sort(-1, descending=True)
     found = found.gather(-1, order.unsqueeze(-2).expand_as(found))
     root = root_of(values, found, exponent, ridge, added)
-    failed = failed | ~root.isfinite().flatten(1).all(-1)
-    return torch.where(failed.view(-1, 1, 1), torch.zeros_like(root), root), found, failed
+    failed = failed | ~all_finite(root)
+    return replaced(root, failed, torch.zeros_like(root[:1])), found, failed

@@ -14,7 +14,17 @@ import torch
 
 from accel_shard.optim.core import Core, Cost
 from accel_shard.optim.cores import momenta
-from accel_shard.optim.cores.batch import add_gram_, mirrored, multiply, norms, part, pieces, scale_
+from accel_shard.optim.cores.batch import (
+    ELEMENTWISE,
+    add_gram_,
+    mirrored,
+    multiply,
+    norms,
+    part,
+    pieces,
+    replaced,
+    scale_,
+)
 from accel_shard.optim.cores.checks import check_common, check_whole, dtype_of, require
 from accel_shard.optim.cores.roots import Ridge, inverse_root, root_by_basis
 
@@ -22,7 +32,7 @@ __all__ = ["ShampooCore", "moment_of", "start_step"]
 
 METHODS = ("eigh", "newton", "qr", "cholesky_qr")
 # Multiplications of a refresh in units of d^3, from times beside a product of that size.
-_REFRESH = {"eigh": 10.0, "newton": 60.0, "qr": 7.0, "cholesky_qr": 5.0}
+_REFRESH = {"eigh": 13.0, "newton": 48.0, "qr": 12.0, "cholesky_qr": 9.0}
 
 
 class ShampooCore(Core):
@@ -32,7 +42,8 @@ class ShampooCore(Core):
 
     * ``betas``: decay of the mean gradient (0: none), and of the factors. A second beta of 1: a sum, as AdaGrad's.
       ``beta3``: if given, what the mean gradient decays by in the step that uses it. ``use_bias_correction``: of both.
-    * ``epsilon``, ``relative_epsilon``: added to each factor's eigenvalues before the root; relative: times its trace.
+    * ``epsilon``, ``relative_epsilon``: the floor of each factor's eigenvalues, in parts of its trace; or, if it is not
+      relative, added to each factor's diagonal, as the reference does.
       ``pseudo_inverse``: leave the directions without gradient out instead; ``epsilon`` must be 0 then.
     * ``precondition_frequency``: every how many steps a root is computed; ``statistics_every``: and the factors are
       updated. ``start_preconditioning_step``: before it, the grafted optimizer steps (without grafting: the mean
@@ -116,7 +127,8 @@ class ShampooCore(Core):
     def cost(self, shape: tuple[int, ...], settings: Mapping[str, Any]) -> Cost:
         """Return multiplications: a product for the direction and 5/8 of one for the factor, along each dimension."""
         sizes, elements = [shape[dim] for dim in _dims(len(shape), settings)], math.prod(shape)
-        step = elements * sum(sizes) * (1.0 + 0.625 / settings["statistics_every"]) + 20.0 * elements
+        seen = 0.625 + (len(sizes) - 1 if settings["kl_shampoo"] else 0)
+        step = elements * sum(sizes) * (1.0 + seen / settings["statistics_every"]) + ELEMENTWISE * elements
         return Cost(step, _REFRESH[settings["root_method"]] * sum(d**3 for d in sizes))
 
     def observe(
@@ -162,7 +174,7 @@ class ShampooCore(Core):
                 exponent = _exponent(settings, order, dim)
                 results, failed = _roots_of(moment, part(state, f"basis_{which}", at), exponent, settings)
                 for name, result in zip(names, results, strict=True):
-                    found[name][at] = torch.where(failed.view(-1, 1, 1), state[name][at], result)
+                    found[name][at] = replaced(result, failed, state[name][at])
                 kept[at] |= failed
         return found, kept
 

@@ -14,7 +14,7 @@ import torch
 
 from accel_shard.optim.core import Core, Cost
 from accel_shard.optim.cores import momenta
-from accel_shard.optim.cores.batch import add_gram_, mirrored, multiply, part, pieces
+from accel_shard.optim.cores.batch import ELEMENTWISE, add_gram_, mirrored, multiply, part, pieces, replaced
 from accel_shard.optim.cores.checks import check_common, check_whole, dtype_of, require
 from accel_shard.optim.cores.roots import Ridge, eigenbasis
 from accel_shard.optim.cores.shampoo import start_step
@@ -22,7 +22,7 @@ from accel_shard.optim.cores.shampoo import start_step
 __all__ = ["SOAPCore"]
 
 METHODS = ("eigh", "qr", "cholesky_qr")
-_REFRESH = {"eigh": 9.0, "qr": 5.0, "cholesky_qr": 3.0}
+_REFRESH = {"eigh": 13.0, "qr": 9.0, "cholesky_qr": 7.0}
 # Keeps the columns of small eigenvalues out of the rounding; the basis of a matrix is also that of matrix + ridge.
 _RIDGE = Ridge(1e-6, relative=True)
 
@@ -99,7 +99,7 @@ class SOAPCore(Core):
         """Return multiplications: along each dimension two products into the basis, one back, 5/8 for the factor."""
         sizes, elements = [shape[dim] for dim in _dims(shape, settings)], math.prod(shape)
         passes = 3.0 if settings["betas"][0] > 0.0 else 2.0
-        step = elements * sum(sizes) * (passes + 0.625 / settings["statistics_every"]) + 20.0 * elements
+        step = elements * sum(sizes) * (passes + 0.625 / settings["statistics_every"]) + ELEMENTWISE * elements
         return Cost(step, _REFRESH[settings["basis_method"]] * sum(d**3 for d in sizes))
 
     def observe(
@@ -136,7 +136,7 @@ class SOAPCore(Core):
                 # The bias is not corrected: it does not turn the basis.
                 moment, basis = mirrored(factors[at]), state[name][at]
                 result, failed = eigenbasis(moment, basis, _RIDGE.of(moment), settings["basis_method"])
-                found[name][at] = torch.where(failed.view(-1, 1, 1), basis, result)
+                found[name][at] = replaced(result, failed, basis)
                 kept[at] |= failed
         return found, kept
 
