@@ -6,6 +6,7 @@ import dataclasses
 import math
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -31,6 +32,7 @@ from accel_shard.optim.under_policy import (
     attach,
     clip_shares,
     is_asked_for,
+    let_ask,
     refuse_sharded,
     sends_to_owners,
 )
@@ -167,7 +169,11 @@ class PolicyAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships 
             self.backend.after_prepare(self, model)
             logger.info("prepared [%s]: %s", self.policy.to_line(), self.prepared, main_process_only=True)
         for optimizer in optimizers:
-            attach(getattr(optimizer, "optimizer", None), self._trained[-1] if self._trained else None, self.policy)
+            trained = self._trained[-1] if self._trained else None
+            if trained is not None:
+                asked = partial(self.backend.flat_tensors, self, trained, optimizer)
+                let_ask(self.backend.torch_optimizer(trained, optimizer), asked)
+            attach(getattr(optimizer, "optimizer", None), trained, self.policy)
             self._clip_at_step(optimizer)
         return result
 

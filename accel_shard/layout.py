@@ -10,7 +10,7 @@ Nothing here communicates. This module imports torch only.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Protocol, runtime_checkable
@@ -19,7 +19,10 @@ import torch
 
 __all__ = [
     "Box",
+    "FlatTensor",
+    "Held",
     "Layout",
+    "NeedsLayout",
     "Shard",
     "ShardsState",
     "boxes_of_range",
@@ -276,6 +279,56 @@ class ShardsState(Protocol):
     def master_dtypes(self) -> frozenset[torch.dtype]:
         """Return the dtypes of what is updated. Local."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A contiguous range of one flattened parameter, inside a tensor that an optimizer updates.
+
+    Attributes:
+        parameter: of the model; names are found by its ``id``.
+        shape: of the whole parameter.
+        start: first element of the range, counted in the flattened parameter.
+        offset: its place in the flattened tensor.
+        count: elements of the range; 0 if this rank holds nothing of the parameter.
+    """
+
+    parameter: torch.Tensor
+    shape: tuple[int, ...]
+    start: int
+    offset: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class FlatTensor:
+    """A tensor in an optimizer's groups that is no parameter, but made of ranges of them.
+
+    Attributes:
+        tensor: in ``param_groups`` when the optimizer is stepped.
+        group: index of its parameter group.
+        held: of every parameter that has a range in it on some rank; the same parameters in one order on every rank.
+        alone: whether the optimizer is stepped for it alone.
+        reached: the ``id`` of parameters that backward has reached since the last step; who steps takes them out. None
+            if nobody looks: then a gradient of zeros says that it has not.
+    """
+
+    tensor: torch.Tensor
+    group: int
+    held: tuple[Held, ...]
+    alone: bool = False
+    reached: set[int] | None = None
+
+
+@runtime_checkable
+class NeedsLayout(Protocol):
+    """An optimizer that works on whole parameters under every policy, and shares out its state itself."""
+
+    def bind_to(self, tensors: Callable[[], Sequence[FlatTensor] | None]) -> None:
+        """Take a function that describes the tensors of its groups: None if they are the parameters or DTensors.
+
+        It is called at the first step, on every rank, and may communicate.
+        """
 
 
 def state_key(name: str, state: str) -> str:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
     from accel_shard.backends.parameter_layout import StateShape
-    from accel_shard.layout import Layout
+    from accel_shard.layout import FlatTensor, Layout
 
 __all__ = ["Backend", "Prepared"]
 
@@ -104,6 +104,13 @@ class Backend(abc.ABC):
 
         Every rank must call it: FSDP1 gathers the sizes of its ranges. The shards are views of live memory.
         """
+
+    def flat_tensors(self, accelerator: Accelerator, model: torch.nn.Module, optimizer: Any) -> list[FlatTensor] | None:
+        """Describe the tensors in an optimizer's groups; None if they are the parameters, or DTensors of them.
+
+        Every rank must call it: FSDP1 gathers the sizes of its ranges.
+        """
+        return None
 
     def named_module(self, accelerator: Accelerator, model: torch.nn.Module) -> torch.nn.Module:
         """Return the module in a prepared model whose parameters have the user's names, up to canonical ones."""

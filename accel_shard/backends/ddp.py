@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
     from accel_shard.backends.ddp_buckets import GradientOrder
-    from accel_shard.backends.parameter_layout import StateShape
     from accel_shard.layout import Layout
 
 __all__ = ["DDPBackend"]
@@ -137,33 +136,11 @@ class DDPBackend(Backend):
 
     def layout(self, accelerator: Accelerator, model: torch.nn.Module, optimizer: Any) -> Layout:
         """Describe what this rank holds: all of it, or of the optimizer's state its share."""
-        from accel_shard.backends.parameter_layout import describe, group_layout
-        from accel_shard.layout import Shard, ShardsState
+        from accel_shard.backends.parameter_layout import describe
+        from accel_shard.layout import Shard
 
         named, client = self.named_module(accelerator, model), self.torch_optimizer(model, optimizer)
-        if not isinstance(client, ShardsState):
-            return describe(named, client, lambda _, tensor: Shard.whole(tensor), replicated=True)
-        layout, names = describe(named, None, lambda _, tensor: Shard.whole(tensor), replicated=True), _names(named)
-        client.describe_state(layout, names)
-        layout.groups = group_layout(self.torch_optimizer(model, optimizer), names)
-        return layout
-
-    def materialize(
-        self,
-        accelerator: Accelerator,
-        model: torch.nn.Module,
-        optimizer: Any,
-        shapes: Mapping[str, Mapping[str, StateShape]],
-        scalars: Mapping[str, Mapping[str, Any]],
-    ) -> None:
-        """Give the optimizer state of these shapes: all of it, or its share."""
-        from accel_shard.layout import ShardsState
-
-        client = self.torch_optimizer(model, optimizer)
-        if isinstance(client, ShardsState):
-            client.materialize_state(_names(self.named_module(accelerator, model)), shapes, scalars)
-        else:
-            super().materialize(accelerator, model, optimizer, shapes, scalars)
+        return describe(named, client, lambda _, tensor: Shard.whole(tensor), replicated=True)
 
     def after_load(self, accelerator: Accelerator, model: torch.nn.Module, optimizer: Any) -> None:
         """Bring the weights up to date with masters that are shared out. Every rank must call it."""
@@ -185,12 +162,6 @@ class DDPBackend(Backend):
         return torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
 
 
-def _names(model: torch.nn.Module) -> dict[int, str]:
-    from accel_shard.backends.parameter_layout import name_parameters
-
-    return {id(parameter): name for name, parameter in name_parameters(model)[0].items()}
-
-
 def _refuse_unlike(client: Any, shard: str) -> None:
     """Refuse an optimizer that shares out its state where the policy does not, or the other way round.
 
@@ -198,9 +169,9 @@ def _refuse_unlike(client: Any, shard: str) -> None:
         PolicyNotAppliedError: saying which optimizer is needed.
     """
     from accel_shard.errors import PolicyNotAppliedError
-    from accel_shard.layout import ShardsState
+    from accel_shard.layout import NeedsLayout, ShardsState
 
-    if client is None or isinstance(client, ShardsState) == (shard == "optimizer"):
+    if client is None or isinstance(client, NeedsLayout) or isinstance(client, ShardsState) == (shard == "optimizer"):
         return
     raise PolicyNotAppliedError(
         f"shard is {shard!r} on DDP and the optimizer is a {type(client).__name__}, which holds "

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
     from accel_shard.backends.parameter_layout import StateShape
-    from accel_shard.layout import Layout
+    from accel_shard.layout import FlatTensor, Layout
 
 __all__ = ["DeepSpeedBackend"]
 
@@ -40,6 +40,7 @@ class DeepSpeedBackend(Backend):
 
     distributed_types = ("DEEPSPEED",)
     _bucket_given = False
+    _reached: set[int] | None = None
 
     @property
     def kind(self) -> str:  # type: ignore[override]
@@ -142,6 +143,12 @@ class DeepSpeedBackend(Backend):
         if self.policy.dtypes.compute != "fp32":
             inner: Any = model
             cast_at_the_border(inner.module, self.policy.dtypes.compute)
+        from accel_shard.backends.zero_layout import watch
+        from accel_shard.layout import NeedsLayout
+
+        engine: Any = model
+        if self.policy.zero_stage and isinstance(engine.basic_optimizer, NeedsLayout):
+            self._reached = watch(engine)
 
     def inspect(self, accelerator: Accelerator, model: torch.nn.Module, optimizer: Any) -> Prepared:
         """Read from prepared objects what this rank holds."""
@@ -214,6 +221,12 @@ class DeepSpeedBackend(Backend):
             return describe_zero(model)
         named, client = self.named_module(accelerator, model), self.torch_optimizer(model, optimizer)
         return describe(named, client, lambda _, tensor: Shard.whole(tensor), replicated=True)
+
+    def flat_tensors(self, accelerator: Accelerator, model: torch.nn.Module, optimizer: Any) -> list[FlatTensor] | None:
+        """Describe the tensors that the client optimizer is stepped with: flat partitions, but for stage 0."""
+        from accel_shard.backends.zero_layout import flat_tensors
+
+        return flat_tensors(model, self._reached) if self.policy.zero_stage else None
 
     def named_module(self, accelerator: Accelerator, model: torch.nn.Module) -> torch.nn.Module:
         """Return the model inside the engine."""

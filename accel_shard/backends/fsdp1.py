@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
     from torch.distributed.fsdp import MixedPrecision
 
-    from accel_shard.layout import Layout
+    from accel_shard.layout import FlatTensor, Layout
 
 __all__ = ["FSDP1Backend"]
 
@@ -166,17 +166,36 @@ class FSDP1Backend(Backend):
             whole = torch.cat([part[:count] for part, count in zip(gathered, counts, strict=True)])
             yield name, whole.view(self._shapes[name])
 
-    def layout(self, accelerator: Accelerator, model: torch.nn.Module, optimizer: Any) -> Layout:
-        """Describe what this rank holds: a range of each flattened parameter."""
+    def _starts(self, accelerator: Accelerator, model: torch.nn.Module) -> dict[str, int]:
+        """Return where this rank's range of each parameter starts: one all-gather."""
         import torch.distributed as dist
 
-        from accel_shard.backends.parameter_layout import describe
-        from accel_shard.layout import Shard
         from accel_shard.names import canonical
 
         table, rank = self._range_sizes(accelerator, model), dist.get_rank(_units(model)[0].process_group)
         names = [canonical(name) for name, _ in model.named_parameters()]
-        starts = {name: sum(row[index] for row in table[:rank]) for index, name in enumerate(names)}
+        return {name: sum(row[index] for row in table[:rank]) for index, name in enumerate(names)}
+
+    def flat_tensors(self, accelerator: Accelerator, model: torch.nn.Module, optimizer: Any) -> list[FlatTensor] | None:
+        """Describe the tensors in an optimizer's groups: each is a range of one parameter."""
+        from accel_shard.backends.parameter_layout import name_parameters
+        from accel_shard.layout import FlatTensor, Held
+
+        starts = self._starts(accelerator, model)
+        names = {id(p): name for name, p in name_parameters(model)[0].items()}
+        return [
+            FlatTensor(p, index, (Held(p, tuple(self._shapes[n]), starts[n], 0, p.numel()),))
+            for index, group in enumerate(self.torch_optimizer(model, optimizer).param_groups)
+            for p in group["params"]
+            for n in (names[id(p)],)
+        ]
+
+    def layout(self, accelerator: Accelerator, model: torch.nn.Module, optimizer: Any) -> Layout:
+        """Describe what this rank holds: a range of each flattened parameter."""
+        from accel_shard.backends.parameter_layout import describe
+        from accel_shard.layout import Shard
+
+        starts = self._starts(accelerator, model)
 
         def shard_of(name: str, tensor: torch.Tensor) -> Shard:
             return Shard.flat_range(self._shapes[name], starts[name], tensor.detach().reshape(-1))

@@ -1,4 +1,7 @@
-"""The layout of optimizers that see the model's own parameters: under DDP, FSDP1, FSDP2 and ZeRO stage 0."""
+"""The layout of optimizers that see the model's own parameters: under DDP, FSDP1, FSDP2 and ZeRO stage 0.
+
+An optimizer that shares out its state itself (:class:`~accel_shard.layout.ShardsState`) describes it.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from accel_shard.errors import UnsupportedPolicyError
-from accel_shard.layout import Layout, Shard
+from accel_shard.layout import Layout, Shard, ShardsState
 from accel_shard.names import persistent_buffers
 
 if TYPE_CHECKING:
@@ -59,6 +62,10 @@ def describe(
     layout.weights = {name: shard_of(name, parameter) for name, parameter in parameters.items()}
     layout.buffers = {name: Shard.whole(buffer) for name, buffer in persistent_buffers(model).items()}
     if optimizer is None:
+        return layout
+    if isinstance(optimizer, ShardsState):
+        optimizer.describe_state(layout, names)
+        layout.groups = group_layout(optimizer, names)
         return layout
     for parameter, state in optimizer.state.items():
         name = names[id(parameter)]
@@ -118,6 +125,9 @@ def materialize(
     import torch
 
     parameters, _ = name_parameters(model)
+    if isinstance(optimizer, ShardsState):
+        optimizer.materialize_state({id(p): name for name, p in parameters.items()}, shapes, scalars)
+        return
     in_group = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     optimizer.state.clear()
     for name, parameter in parameters.items():

@@ -14,17 +14,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from accel_shard.backends.parameter_layout import StateShape, group_settings, name_parameters, scalar_on
 from accel_shard.errors import UnsupportedPolicyError
-from accel_shard.layout import Layout, Shard
+from accel_shard.layout import FlatTensor, Held, Layout, Shard, ShardsState
 from accel_shard.names import persistent_buffers
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["describe_zero", "materialize_zero", "probe", "refresh_zero"]
+__all__ = ["describe_zero", "flat_tensors", "materialize_zero", "probe", "refresh_zero", "watch"]
 
 _NAMES: Final = {
     2: (
@@ -107,6 +108,8 @@ def describe_zero(engine: Any) -> Layout:
                         f"{type(base).__name__} keeps the state {key!r} in shape {tuple(value.shape)}, not that of "
                         "DeepSpeed's flat partition, so it belongs to no parameter. Use backend 'ddp'."
                     )
+    if isinstance(base, ShardsState):
+        base.describe_state(layout, names)
     # The model's order, which is the same on every backend.
     layout.weights = {name: layout.weights[name] for name in parameters if name in layout.weights}
     # The user's order: files of others number the parameters in it.
@@ -114,6 +117,37 @@ def describe_zero(engine: Any) -> Layout:
         {"params": members[index]} | group_settings(group) for index, group in enumerate(base.param_groups)
     ]
     return layout
+
+
+def watch(engine: Any) -> set[int]:
+    """Return a set to which backward adds the ``id`` of each parameter that it reaches.
+
+    For one that it does not, stages 1 and 2 have zeros, and stage 3 (deepspeed 0.19.8) the gradient of an earlier step.
+    """
+    reached: set[int] = set()
+
+    def reach(number: int, _: torch.Tensor) -> None:
+        reached.add(number)
+
+    for parameter in engine.module.parameters():
+        if parameter.requires_grad:
+            parameter.register_hook(partial(reach, id(parameter)))
+    return reached
+
+
+def flat_tensors(engine: Any, reached: set[int] | None) -> list[FlatTensor]:
+    """Describe the flat partitions that the client optimizer is stepped with. Local: communicates nothing."""
+    probe(engine)
+    return [
+        FlatTensor(
+            flat.tensor,
+            flat.group,
+            tuple(Held(p.parameter, _shape(p.parameter), p.start, p.offset, p.count) for p in flat.pieces),
+            alone=True,
+            reached=reached,
+        )
+        for flat in _flats(engine)
+    ]
 
 
 def materialize_zero(
@@ -131,7 +165,9 @@ def materialize_zero(
     names = {id(p): name for name, p in parameters.items()}
     base = engine.basic_optimizer
     base.state.clear()
-    for flat in _flats(engine):
+    if isinstance(base, ShardsState):
+        base.materialize_state(names, shapes, scalars)
+    for flat in () if isinstance(base, ShardsState) else _flats(engine):
         owners = [names[id(piece.parameter)] for piece in flat.pieces]
         kinds = {name: {key: dtype for key, (_, dtype) in shapes.get(name, {}).items()} for name in owners}
         _same("optimizer states", kinds)

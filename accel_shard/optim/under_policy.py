@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from accel_shard.errors import PolicyError
-from accel_shard.layout import ShardsState
+from accel_shard.layout import FlatTensor, NeedsLayout, ShardsState
 from accel_shard.optim.sharded import ShardedOptimizer
 from accel_shard.policy import ShardingPolicy
 
-__all__ = ["adopt", "attach", "clip_shares", "is_asked_for", "master_of", "refuse_sharded", "sends_to_owners"]
+__all__ = [
+    "adopt",
+    "attach",
+    "clip_shares",
+    "is_asked_for",
+    "let_ask",
+    "master_of",
+    "refuse_sharded",
+    "sends_to_owners",
+]
 
 
 def is_asked_for(policy: ShardingPolicy) -> bool:
@@ -38,11 +47,17 @@ def refuse_sharded(optimizer: Any, policy: ShardingPolicy) -> None:
     Raises:
         PolicyError: saying what to use.
     """
-    if isinstance(optimizer, ShardsState) and not is_asked_for(policy):
+    if isinstance(optimizer, ShardsState) and not isinstance(optimizer, NeedsLayout) and not is_asked_for(policy):
         raise PolicyError(
             f"the optimizer is a {type(optimizer).__name__}, and the policy has backend {policy.backend!r} and shard "
             f"{policy.shard!r}. Use preset 'ddp_sharded', or the plain optimizer."
         )
+
+
+def let_ask(optimizer: Any, tensors: Callable[[], Sequence[FlatTensor] | None]) -> None:
+    """Let an optimizer of whole parameters ask what its tensors are made of, once it is stepped. Local."""
+    if isinstance(optimizer, NeedsLayout):
+        optimizer.bind_to(tensors)
 
 
 def adopt(optimizer: torch.optim.Optimizer, policy: ShardingPolicy) -> ShardedOptimizer:
