@@ -10,7 +10,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -27,6 +27,18 @@ class Cost:
 
 class Core(abc.ABC):
     """The mathematics of one optimizer. All tensors have a leading dimension: the blocks of the batch."""
+
+    #: The hyperparameters and their defaults, of plain types; a parameter group has these and no others of this core's.
+    defaults: ClassVar[Mapping[str, Any]] = {}
+    #: Whether :meth:`refresh` finds the step's gradient in the state it gets, under the name ``gradient``.
+    needs_gradient: ClassVar[bool] = False
+
+    def check(self, settings: Mapping[str, Any]) -> None:  # noqa: B027
+        """Refuse hyperparameters that make no sense. Called for each parameter group when it is added.
+
+        Raises:
+            ValueError: that says which option, what it got and what is allowed.
+        """
 
     @abc.abstractmethod
     def state(

@@ -1,0 +1,1 @@
+"""The mathematics of the matrix optimizers, on batches of whole blocks."""
