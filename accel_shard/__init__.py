@@ -19,6 +19,8 @@ if TYPE_CHECKING:
         UnsupportedPolicyError,
     )
     from accel_shard.export import export_model
+    from accel_shard.optim.family import SOAP, GaLore, Muon, Shampoo
+    from accel_shard.optim.parameter_groups import parameter_groups
     from accel_shard.optim.sharded import ShardedOptimizer
     from accel_shard.policy import PRESETS, Precision, ShardingPolicy
     from accel_shard.training_arguments import VerifyPolicy
@@ -27,34 +29,44 @@ __version__ = "0.1.0"
 
 __all__ = [
     "PRESETS",
+    "SOAP",
     "Checkpointer",
     "DataOrderError",
+    "GaLore",
+    "Muon",
     "PolicyAccelerator",
     "PolicyError",
     "PolicyNotAppliedError",
     "Precision",
+    "Shampoo",
     "ShardedOptimizer",
     "ShardingPolicy",
     "SnapshotError",
     "UnsupportedPolicyError",
     "VerifyPolicy",
     "export_model",
+    "parameter_groups",
 ]
 
 _HOME: Final = {
     "Checkpointer": "checkpoint.checkpointer",
     "DataOrderError": "errors",
+    "GaLore": "optim.family",
+    "Muon": "optim.family",
     "PRESETS": "policy",
     "PolicyAccelerator": "accelerator",
     "PolicyError": "errors",
     "PolicyNotAppliedError": "errors",
     "Precision": "policy",
+    "SOAP": "optim.family",
+    "Shampoo": "optim.family",
     "ShardedOptimizer": "optim.sharded",
     "ShardingPolicy": "policy",
     "SnapshotError": "errors",
     "UnsupportedPolicyError": "errors",
     "VerifyPolicy": "training_arguments",
     "export_model": "export",
+    "parameter_groups": "optim.parameter_groups",
 }
 
 

@@ -25,6 +25,7 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from arguments import option, parse_arguments
 from image_data import CLASSES, IGNORED, PADDING, SIDE, split_digits
+from optimizers import build_optimizer
 from reporting import Reporter, find_trackers, plot_losses
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.utils.data import DataLoader
@@ -44,6 +45,8 @@ class Arguments:
     max_steps: int = option(200, "optimizer steps")
     per_device_train_batch_size: int = option(32, "images in a forward, on each rank")
     gradient_accumulation_steps: int | None = option(None, "forwards in an optimizer step; default: the policy's")
+    optimizer: str = option("adamw", "adamw, shampoo, soap, muon or galore; the last four leave embeddings to AdamW")
+    optim_args: str | None = option(None, "further settings of the optimizer: name=value,name=value")
     learning_rate: float = option(3e-3, "peak of the schedule")
     lr_scheduler_type: str = option("cosine", "a name of transformers.get_scheduler: linear, constant_with_warmup, ...")
     warmup_steps: int = option(10, "optimizer steps of linear warm-up")
@@ -67,15 +70,6 @@ def build_model() -> ViTForImageClassification:
     shape = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}
     image = {"image_size": SIDE, "patch_size": 2, "num_channels": 1, "num_labels": CLASSES}
     return ViTForImageClassification(ViTConfig(**shape, **image, initializer_range=0.1))
-
-
-def build_optimizer(model: torch.nn.Module, args: Arguments) -> torch.optim.Optimizer:
-    """Return AdamW that decays matrices only."""
-    groups: list[dict[str, Any]] = [{"params": [], "weight_decay": args.weight_decay}]
-    groups.append({"params": [], "weight_decay": 0.0})
-    for parameter in model.parameters():
-        groups[parameter.dim() < 2]["params"].append(parameter)
-    return torch.optim.AdamW(groups, args.learning_rate)
 
 
 def summed_loss(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -134,7 +128,10 @@ def main() -> None:
     set_seed(args.seed)  # the same weights on every rank
     model, (images, held_out) = build_model(), split_digits()
     ranks, accumulation = accelerator.num_processes, accelerator.gradient_accumulation_steps
-    optimizer = build_optimizer(model, args)
+    optimizer = build_optimizer(
+        args.optimizer, model, lr=args.learning_rate, weight_decay=args.weight_decay, betas=(0.9, 0.999), eps=1e-8,
+        more=args.optim_args,
+    )  # fmt: skip
     scheduler = transformers.get_scheduler(args.lr_scheduler_type, optimizer, args.warmup_steps, args.max_steps)
     held_out.fill_up(64 * ranks)
     loaders = DataLoader(images, args.per_device_train_batch_size, shuffle=True), DataLoader(held_out, 64)

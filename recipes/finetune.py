@@ -29,6 +29,7 @@ import transformers
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from arguments import option, parse_arguments
+from optimizers import build_optimizer
 from reporting import Reporter, find_trackers, model_card, plot_losses, sample_text
 from text_data import IGNORED, PADDING, load_blocks
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -63,13 +64,15 @@ class Arguments:
     per_device_eval_batch_size: int = option(8, "blocks in an evaluation forward, on each rank")
     dataloader_num_workers: int = option(0, "processes that fetch blocks for each rank; the order is the same")
     gradient_accumulation_steps: int | None = option(None, "forwards in an optimizer step; default: the policy's")
-    # Optimizer: AdamW
+    # Optimizer
+    optimizer: str = option("adamw", "adamw, shampoo, soap, muon or galore; the last four leave embeddings to AdamW")
+    optim_args: str | None = option(None, "further settings of the optimizer: name=value,name=value")
     learning_rate: float = option(3e-3, "peak of the schedule")
     lr_scheduler_type: str = option("cosine", "a name of transformers.get_scheduler: linear, constant_with_warmup, ...")
     warmup_steps: int = option(10, "optimizer steps of linear warm-up")
     weight_decay: float = option(0.1, "of matrices; vectors (norms, biases) have none")
-    adam_beta1: float = option(0.9, "decay of the mean of gradients")
-    adam_beta2: float = option(0.95, "decay of the mean of squared gradients")
+    adam_beta1: float = option(0.9, "AdamW's decay of the mean of gradients")
+    adam_beta2: float = option(0.95, "AdamW's decay of the mean of squared gradients")
     adam_epsilon: float = option(1e-8, "added to the root of the latter")
     max_grad_norm: float | None = option(None, "clip the global norm; 0 = off; default: the policy's, or 1.0")
     gradient_reduce: str | None = option(None, "all, or owner: with policy ddp_sharded; default: the policy's, or all")
@@ -96,7 +99,7 @@ class Arguments:
                 raise ValueError(f"--{name} is {value}. Allowed: whole numbers from 1 on.")
 
 
-# ---- Policy, model, optimizer --------------------------------------------------------------------------------
+# ---- Policy and model ------------------------------------------------------------------------------------------
 
 
 def build_policy(args: Arguments) -> ShardingPolicy:
@@ -128,16 +131,6 @@ def load_model(args: Arguments) -> tuple[transformers.PreTrainedModel, Any]:
     shape = {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4}
     special = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     return LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **shape, **special)), tokenizer
-
-
-def build_optimizer(model: torch.nn.Module, args: Arguments) -> torch.optim.Optimizer:
-    """Return AdamW that decays matrices only."""
-    decay = args.weight_decay
-    groups: list[dict[str, Any]] = [{"params": [], "weight_decay": decay}, {"params": [], "weight_decay": 0.0}]
-    for parameter in model.parameters():
-        shape = getattr(parameter, "ds_shape", parameter.shape)  # ZeRO-3 empties what it loads; this is the whole
-        groups[len(shape) < 2]["params"].append(parameter)
-    return torch.optim.AdamW(groups, args.learning_rate, (args.adam_beta1, args.adam_beta2), args.adam_epsilon)
 
 
 Batches = list[dict[str, torch.Tensor]]
@@ -211,7 +204,10 @@ def main() -> None:
     steps = args.max_steps if args.max_steps > 0 else 150
     if args.num_train_epochs > 0:
         steps = math.ceil(args.num_train_epochs * math.ceil(len(blocks) / global_batch))
-    optimizer = build_optimizer(model, args)
+    optimizer = build_optimizer(
+        args.optimizer, model, lr=args.learning_rate, weight_decay=args.weight_decay,
+        betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_epsilon, more=args.optim_args,
+    )  # fmt: skip
     scheduler = transformers.get_scheduler(args.lr_scheduler_type, optimizer, args.warmup_steps, steps)
     workers = args.dataloader_num_workers
     train_loader = DataLoader(blocks, args.per_device_train_batch_size, shuffle=True, num_workers=workers)
