@@ -2,7 +2,7 @@
 
 A matrix that one way cannot handle goes down a ladder: in its own dtype; in float64 with a little on the diagonal; the
 same on the CPU (a device's solver can fail, or return nonsense, where LAPACK does not); and then the caller is told to
-keep what it had. What is asked of the host is asked once a call: whether all went well.
+keep what it had. All of this is for refreshes: it asks the host how things went, as nothing in a plain step does.
 """
 
 from __future__ import annotations
