@@ -197,22 +197,6 @@ def test_other_parameters_than_the_memory_is_of(two_ranks: RankPool, tmp_path: P
         two_ranks.run(frozen_differently, str(tmp_path))
 
 
-def hanging() -> None:
-    with unittest.mock.patch("accel_shard.backends.ddp_powersgd.OneBucketAtATime.of", lambda handler: handler):
-        run = Compressed()
-    run.train(range(10 * STEPS))
-
-
-def test_upstreams_hook_hangs_on_gloo_with_several_buckets() -> None:
-    pool = RankPool(2)
-    try:
-        pool.run(dist.get_rank)  # the ranks are up, so that the limit is for training alone
-        with pytest.raises(TimeoutError, match="unpack_uncompressed_tensors_and_allreduce_ps"):
-            pool.run(hanging, limit=25)
-    finally:
-        pool.stop()
-
-
 # ---- 16 bits on the wire ---------------------------------------------------------------------------------------
 
 
