@@ -82,7 +82,7 @@ def test_replicas_send_alike_much() -> None:
 # ---- traffic, on ranks ---------------------------------------------------------------------------------------------
 
 
-def sent_and_held(name: str) -> tuple[dict[str, int], int, int, list[int]]:
+def sent_and_held(name: str, size: int) -> tuple[dict[str, int], int, int, list[int]]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -93,7 +93,7 @@ def sent_and_held(name: str) -> tuple[dict[str, int], int, int, list[int]]:
         fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     else:
         model = DistributedDataParallel(model)
-    optimizer = MatrixOptimizer(model.parameters(), Orthogonal(), max_preconditioner_dim=12)
+    optimizer = MatrixOptimizer(model.parameters(), Orthogonal(), max_preconditioner_dim=size)
     sizes: list[int] = []
 
     def counted(output: Any, sent: Any, into: Any, out: Any, **options: Any) -> Any:
@@ -117,15 +117,21 @@ def sent_and_held(name: str) -> tuple[dict[str, int], int, int, list[int]]:
 
 def test_what_is_sent_under_fsdp(four_ranks: RankPool) -> None:
     """At most two P / N elements a rank, counted at the collective, and the state is shared out."""
-    for statistics, held, count, sizes in four_ranks.run(sent_and_held, "fsdp2"):
+    for statistics, held, count, sizes in four_ranks.run(sent_and_held, "fsdp2", 24):
         assert sum(sizes) == statistics["gradients_sent"] + statistics["updates_sent"]
         assert 0 < sum(sizes) <= 2 * count / 4
         assert held == 4 * count / 4
 
 
+def test_nothing_is_sent_where_shards_are_whole_blocks(four_ranks: RankPool) -> None:
+    for statistics, held, count, sizes in four_ranks.run(sent_and_held, "fsdp2", 12):
+        assert (statistics["gradients_sent"], statistics["updates_sent"], sum(sizes)) == (0, 0, 0)
+        assert held == 4 * count / 4
+
+
 def test_what_is_sent_under_ddp(four_ranks: RankPool) -> None:
     """Gradients are everywhere; each rank sends its updates to the three others."""
-    for statistics, held, count, sizes in four_ranks.run(sent_and_held, "ddp"):
+    for statistics, held, count, sizes in four_ranks.run(sent_and_held, "ddp", 12):
         assert statistics["gradients_sent"] == 0
         assert sum(sizes) == statistics["updates_sent"] == 3 * count / 4
         assert held == 4 * count / 4
