@@ -306,6 +306,39 @@ def test_a_group_that_comes_later_and_a_closure() -> None:
     assert [state["step"] for state in optimizer.state_dict()["state"].values()] == [6, 5]
 
 
+def test_what_changes_under_it_is_refused() -> None:
+    model = torch.nn.Linear(8, 8, bias=False)
+    optimizer = MatrixOptimizer(model.parameters(), Orthogonal(), max_preconditioner_dim=4)
+    one_step(model, optimizer, torch.ones(2, 8))
+    optimizer.param_groups[0]["max_preconditioner_dim"] = 2
+    with pytest.raises(ValueError, match="max_preconditioner_dim of group 0 is 2 and was 4 at the first step"):
+        one_step(model, optimizer, torch.ones(2, 8))
+    optimizer.param_groups[0]["max_preconditioner_dim"] = 4
+    kept = optimizer.param_groups[0]["params"]
+    optimizer.param_groups[0]["params"] = [torch.nn.Parameter(torch.zeros(8, 8))]
+    with pytest.raises(ValueError, match="was replaced, cast or moved after the first step"):
+        optimizer.step()
+    optimizer.param_groups[0]["params"] = kept
+    model.double()
+    with pytest.raises(ValueError, match=r"its state is of torch\.float32"):
+        optimizer.step()
+
+
+def test_heads_are_matrices_of_their_own() -> None:
+    torch.manual_seed(0)
+    whole = torch.nn.Parameter(torch.randn(12, 8))
+    heads = [torch.nn.Parameter(part.clone()) for part in whole.detach().chunk(3)]
+    together = MatrixOptimizer([{"params": [whole], "heads": 3}], Orthogonal(), lr=0.1)
+    apart = MatrixOptimizer(heads, Orthogonal(), lr=0.1)
+    for step in range(3):
+        whole.grad = torch.randn(12, 8, generator=torch.Generator().manual_seed(step))
+        for head, gradient in zip(heads, whole.grad.chunk(3), strict=True):
+            head.grad = gradient.clone()
+        together.step()
+        apart.step()
+    assert torch.equal(whole, torch.cat(heads))
+
+
 def test_refreshes_are_spread_over_a_period_whatever_the_order_of_groups() -> None:
     """A group that was added late is refreshed as if it had been there: a resumed run has it from the start."""
     torch.manual_seed(0)
