@@ -221,8 +221,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
                 if not stays or (member.tensor.dtype, member.device) != (unit.dtype, unit.device):
                     raise ValueError(
                         f"parameter {member.place[1]} of group {member.place[0]}, of shape {member.shape}, was "
-                        f"replaced, cast or moved after the first step; its state is of {unit.dtype} on {unit.device}. Prepare, "
-                        "cast and move before the first step, or make a new optimizer and load its state dict."
+                        f"replaced, cast or moved after the first step; its state is of {unit.dtype} on {unit.device}. "
+                        "Prepare, cast and move before the first step, or make a new optimizer and load its state dict."
                     )
 
     def _follow_settings(self) -> None:
