@@ -189,27 +189,30 @@ def phases_of(works: Sequence[Work]) -> list[int]:
 
 
 def owners_of(
-    works: Sequence[Work], phases: Sequence[int], ranks: int, *, loads: Sequence[float] | None = None
-) -> list[int]:
+    works: Sequence[Work], phases: Sequence[int], ranks: int, *, loads: Sequence[float] | None = None,
+    moves: Sequence[Sequence[float]] | None = None,
+) -> list[int]:  # fmt: skip
     """Give each block an owner, so that the ranks have the same to do in every step.
 
-    The costliest first, each to whom would be done first with it: what a rank has in a step on average, and what it
-    refreshes in the same step already.
+    The costliest first, each to whom would be done first with it: with what a rank has in a step on average, what it
+    refreshes in the same step already, and what must be sent if it is the one.
 
     Args:
         works: what the blocks cost.
         phases: when they are refreshed, as :func:`phases_of` says.
         ranks: how many there are.
         loads: what each rank has in a step on average already.
+        moves: for each block, what sending costs if a rank owns it; nothing by default.
     """
     mean = list(loads) if loads is not None else [0.0] * ranks
-    owners = [0] * len(works)
+    owners, nothing = [0] * len(works), [0.0] * ranks
     together: dict[tuple[int, int], list[float]] = {}
     for index in sorted(range(len(works)), key=lambda i: (-works[i].mean, i)):
-        work = works[index]
+        work, sent = works[index], moves[index] if moves is not None else nothing
         same = together.setdefault((work.period, phases[index]), [0.0] * ranks)
-        owner = min(range(ranks), key=lambda rank: (mean[rank] + same[rank], mean[rank]))
+        done = [(mean[rank] + same[rank] + sent[rank], mean[rank]) for rank in range(ranks)]
+        owner = done.index(min(done))
         owners[index] = owner
-        mean[owner] += work.mean
+        mean[owner] += work.mean + sent[owner]
         same[owner] += work.refresh if work.period else 0.0
     return owners

@@ -192,9 +192,10 @@ class MatrixOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        present = {id(p) for group in self.param_groups for p in group["params"]}
+        self._refuse_replaced(present)
         self.bind()
         self._follow_settings()
-        present = {id(p) for group in self.param_groups for p in group["params"]}
         now = [i for i, unit in enumerate(self._units) if any(id(m.tensor) in present for m in unit.members)]
         members = [member for i in now for member in self._units[i].members]
         if not members:
@@ -212,6 +213,17 @@ class MatrixOptimizer(torch.optim.Optimizer):
             self._units[i].step(active[at:end], gradients[at:end], self._phases[i], self.core, self._counts)
             at = end
         return loss
+
+    def _refuse_replaced(self, present: set[int]) -> None:
+        for unit in self._units:
+            for member in unit.members:
+                stays = member.alone or id(member.tensor) in present
+                if not stays or (member.tensor.dtype, member.device) != (unit.dtype, unit.device):
+                    raise ValueError(
+                        f"parameter {member.place[1]} of group {member.place[0]}, of shape {member.shape}, was "
+                        f"replaced, cast or moved after the first step; its state is of {unit.dtype} on {unit.device}. "
+                        "Prepare, cast and move before the first step, or make a new optimizer and load its state dict."
+                    )
 
     def _follow_settings(self) -> None:
         """Take notice of what was changed in the groups.

@@ -22,6 +22,9 @@ __all__ = ["GRID", "Unit", "check_settings", "compute_dtype", "cut", "is_matrix"
 Parts = dict[Box, torch.Tensor]
 """What this rank holds of a parameter, or of its gradient."""
 
+_MOVE: Final = 64.0
+"""An element that is sent there and back takes as long as so many multiplications, roughly, on any machine."""
+
 GRID: Final = ("max_preconditioner_dim", "row_dims", "heads", "heads_axis")
 """Settings that say how a parameter is cut."""
 
@@ -98,7 +101,7 @@ class Unit:
         self._sent = sent or self._computed
         self.jobs: list[Job] = []
         self.matrices = [is_matrix(member) for member in members]
-        self._share_matrices(core, ranks, phases, loads)
+        self._share_matrices(core, ranks, phases, holders, loads)
         self._share_vectors(holders)
         self.exchange = Exchange(self.jobs, holders, ranks)
         self.stacks = self._stack(core, ranks.rank)
@@ -107,10 +110,13 @@ class Unit:
             entry.job: (stack, position) for stack in self.stacks for position, entry in enumerate(stack.entries)
         }
 
-    def _share_matrices(self, core: Core, ranks: Ranks, phases: Sequence[int], loads: list[float]) -> None:
+    def _share_matrices(
+        self, core: Core, ranks: Ranks, phases: Sequence[int], holders: Sequence[Holders], loads: list[float]
+    ) -> None:
         found = [(i, b) for i, member in enumerate(self.members) if self.matrices[i] for b in cut(member)]
         works = [work_of(core, block, self.members[index].group) for index, block in found]
-        owners = owners_of(works, phases, ranks.count, loads=loads)
+        moves = [_moves(block, holders[index], ranks.count) for index, block in found]
+        owners = owners_of(works, phases, ranks.count, loads=loads, moves=moves)
         for (index, block), work, owner in zip(found, works, owners, strict=True):
             loads[owner] += work.mean
             self.jobs.append(Job(index, block, owner))
@@ -223,3 +229,14 @@ class Unit:
         for stack in self.stacks:
             for position, entry in enumerate(stack.entries):
                 yield stack, position, self.members[entry.parameter], entry.block
+
+
+def _moves(block: Block, holders: Holders, ranks: int) -> list[float]:
+    """Return what sending a block's gradient and update costs if a rank owns it, in multiplications."""
+    away = [float(block.numel)] * ranks
+    for box, theirs in holders.items():
+        shared = [part.box.intersect(box) for part in block.parts]
+        count = sum(both.numel for both in shared if both is not None)
+        for rank in theirs if count else ():
+            away[rank] -= count
+    return [_MOVE * elements for elements in away]

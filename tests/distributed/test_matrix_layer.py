@@ -82,7 +82,7 @@ def test_replicas_send_alike_much() -> None:
 # ---- traffic, on ranks ---------------------------------------------------------------------------------------------
 
 
-def sent_and_held(name: str) -> tuple[dict[str, int], int, int, list[int]]:
+def sent_and_held(name: str, size: int) -> tuple[dict[str, int], int, int, list[int]]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -93,7 +93,7 @@ def sent_and_held(name: str) -> tuple[dict[str, int], int, int, list[int]]:
         fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     else:
         model = DistributedDataParallel(model)
-    optimizer = MatrixOptimizer(model.parameters(), Orthogonal(), max_preconditioner_dim=12)
+    optimizer = MatrixOptimizer(model.parameters(), Orthogonal(), max_preconditioner_dim=size)
     sizes: list[int] = []
 
     def counted(output: Any, sent: Any, into: Any, out: Any, **options: Any) -> Any:
@@ -117,15 +117,21 @@ def sent_and_held(name: str) -> tuple[dict[str, int], int, int, list[int]]:
 
 def test_what_is_sent_under_fsdp(four_ranks: RankPool) -> None:
     """At most two P / N elements a rank, counted at the collective, and the state is shared out."""
-    for statistics, held, count, sizes in four_ranks.run(sent_and_held, "fsdp2"):
+    for statistics, held, count, sizes in four_ranks.run(sent_and_held, "fsdp2", 24):
         assert sum(sizes) == statistics["gradients_sent"] + statistics["updates_sent"]
         assert 0 < sum(sizes) <= 2 * count / 4
         assert held == 4 * count / 4
 
 
+def test_nothing_is_sent_where_shards_are_whole_blocks(four_ranks: RankPool) -> None:
+    for statistics, held, count, sizes in four_ranks.run(sent_and_held, "fsdp2", 12):
+        assert (statistics["gradients_sent"], statistics["updates_sent"], sum(sizes)) == (0, 0, 0)
+        assert held == 4 * count / 4
+
+
 def test_what_is_sent_under_ddp(four_ranks: RankPool) -> None:
     """Gradients are everywhere; each rank sends its updates to the three others."""
-    for statistics, held, count, sizes in four_ranks.run(sent_and_held, "ddp"):
+    for statistics, held, count, sizes in four_ranks.run(sent_and_held, "ddp", 12):
         assert statistics["gradients_sent"] == 0
         assert sum(sizes) == statistics["updates_sent"] == 3 * count / 4
         assert held == 4 * count / 4
@@ -298,6 +304,39 @@ def test_a_group_that_comes_later_and_a_closure() -> None:
     assert ended < 0.9 * begun
     assert float((second.weight - start[1]).detach().abs().max()) > 0.1
     assert [state["step"] for state in optimizer.state_dict()["state"].values()] == [6, 5]
+
+
+def test_what_changes_under_it_is_refused() -> None:
+    model = torch.nn.Linear(8, 8, bias=False)
+    optimizer = MatrixOptimizer(model.parameters(), Orthogonal(), max_preconditioner_dim=4)
+    one_step(model, optimizer, torch.ones(2, 8))
+    optimizer.param_groups[0]["max_preconditioner_dim"] = 2
+    with pytest.raises(ValueError, match="max_preconditioner_dim of group 0 is 2 and was 4 at the first step"):
+        one_step(model, optimizer, torch.ones(2, 8))
+    optimizer.param_groups[0]["max_preconditioner_dim"] = 4
+    kept = optimizer.param_groups[0]["params"]
+    optimizer.param_groups[0]["params"] = [torch.nn.Parameter(torch.zeros(8, 8))]
+    with pytest.raises(ValueError, match="was replaced, cast or moved after the first step"):
+        optimizer.step()
+    optimizer.param_groups[0]["params"] = kept
+    model.double()
+    with pytest.raises(ValueError, match=r"its state is of torch\.float32"):
+        optimizer.step()
+
+
+def test_heads_are_matrices_of_their_own() -> None:
+    torch.manual_seed(0)
+    whole = torch.nn.Parameter(torch.randn(12, 8))
+    heads = [torch.nn.Parameter(part.clone()) for part in whole.detach().chunk(3)]
+    together = MatrixOptimizer([{"params": [whole], "heads": 3}], Orthogonal(), lr=0.1)
+    apart = MatrixOptimizer(heads, Orthogonal(), lr=0.1)
+    for step in range(3):
+        whole.grad = torch.randn(12, 8, generator=torch.Generator().manual_seed(step))
+        for head, gradient in zip(heads, whole.grad.chunk(3), strict=True):
+            head.grad = gradient.clone()
+        together.step()
+        apart.step()
+    assert torch.equal(whole, torch.cat(heads))
 
 
 def test_refreshes_are_spread_over_a_period_whatever_the_order_of_groups() -> None:

@@ -3,10 +3,25 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
-from matrix_training import CORES, STEPS, Net, Run, batch, loss_of, optimizer_for, oracle, under_policy, weights_of
+from matrix_training import (
+    CORES,
+    STEPS,
+    Net,
+    Run,
+    batch,
+    client_of,
+    loss_of,
+    optimizer_for,
+    oracle,
+    policy_accelerator,
+    train,
+    under_policy,
+    weights_of,
+)
 from rank_pool import RankPool
 
 POLICIES = ["ddp", "ddp_sharded", "fsdp1", "fsdp2", "zero1", "zero2", "zero3"]
@@ -67,6 +82,47 @@ def trains_as_one_process(name: str, ranks: RankPool, core: str) -> None:
         assert run.losses == runs[0].losses
         for weight, first in zip(run.weights.values(), runs[0].weights.values(), strict=True):
             assert torch.equal(weight, first)
+
+
+@pytest.mark.parametrize("line", ["fsdp2_offload", "zero3_offload", "zero2,offload=optimizer", "fsdp1,shard=gradients"])
+def test_offload_and_other_shards(line: str, two_ranks: RankPool) -> None:
+    assert_same(two_ranks.run(under_policy, line, "whitening")[0], plain("whitening"))
+
+
+def in_sub_groups(size: int) -> tuple[Run, int]:
+    """ZeRO-3 steps the optimizer once for each of them."""
+    accelerator = policy_accelerator("zero3")
+    accelerator.deepspeed_plugin.deepspeed_config["zero_optimization"]["sub_group_size"] = size
+    net, run = Net(), Run()
+    run.start = weights_of(net)
+    optimizer: Any = optimizer_for(net, "whitening")
+    model, optimizer = accelerator.prepare(net, optimizer)
+    train(accelerator, model, optimizer, range(STEPS), run)
+    run.weights = {name: w.detach().clone() for name, w in accelerator.whole_weights(model)}
+    return run, len(client_of(accelerator, optimizer)._units)
+
+
+def test_many_sub_groups_are_refreshed_as_one(two_ranks: RankPool) -> None:
+    run, units = two_ranks.run(in_sub_groups, 150)[0]
+    assert units > 3
+    assert_same(run, plain("whitening"))
+
+
+def test_clipped_gradients_are_clipped_alike(two_ranks: RankPool) -> None:
+    """Not in stage 3: its norm counts the old gradient of the part that is not used (deepspeed 0.19.8)."""
+    wanted = two_ranks.run(under_policy, "ddp,gradient_clipping=0.05", "whitening")[0]
+    assert wanted.losses != pytest.approx(plain("whitening").losses, rel=1e-3), "clipping must bite"
+    for name in ("fsdp1", "fsdp2", "zero1"):
+        assert_same(two_ranks.run(under_policy, f"{name},gradient_clipping=0.05", "whitening")[0], wanted)
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp1", "fsdp2", "zero2", "zero3"])
+def test_in_bf16_ranks_agree(name: str, two_ranks: RankPool) -> None:
+    one, other = two_ranks.run(under_policy, f"{name},precision=bf16", "orthogonal")
+    assert one.losses == pytest.approx(plain("orthogonal").losses, rel=1e-2)
+    for weight, same in zip(one.weights.values(), other.weights.values(), strict=True):
+        assert weight.dtype == torch.float32
+        assert torch.equal(weight, same)
 
 
 def test_three_ranks() -> None:

@@ -148,5 +148,12 @@ def test_over_a_period_ranks_have_the_same_to_do() -> None:
     assert max(load) <= 1.25 * sum(load) / 64
 
 
+def test_blocks_stay_where_they_are_held_unless_that_is_uneven() -> None:
+    items, phases = [Work(10.0)] * 8, [0] * 8
+    at_home = [[0.0, 2.0] if index % 2 else [2.0, 0.0] for index in range(8)]
+    assert owners_of(items, phases, 2, moves=at_home) == [1, 0] * 4
+    assert sorted(owners_of(items, phases, 2, moves=[[0.0, 2.0]] * 8)) == [0] * 4 + [1] * 4
+
+
 def test_later_blocks_go_to_who_has_least() -> None:
     assert owners_of([Work(1.0), Work(1.0)], [0, 0], 3, loads=[2.0, 0.5, 0.0]) == [2, 1]
