@@ -250,6 +250,8 @@ def measure(layers: int, kind: str, repetitions: int) -> dict[str, dict[str, Any
             slowest = torch.tensor([min(update(way) for _ in range(3))])
             dist.all_reduce(slowest, dist.ReduceOp.MAX)
             found[name]["update_ms"] = 1e3 * float(slowest)
+        if dist.get_rank() == 0:
+            report(name, kind, found[name])
         del way
         gc.collect()
     return found
@@ -266,26 +268,23 @@ def main() -> None:
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     layers = max(1, round(given.millions * 1e6 / WIDTH**2 * 0.75))
-    figures = {kind: measure(layers, kind, given.repetitions) for kind in given.kinds}
     if dist.get_rank() == 0:
-        for kind, found in figures.items():
-            report(kind, found)
-        if given.output is not None:
-            given.output.write_text(json.dumps(figures, indent=1))
+        print(f"about {given.millions} M parameters, {dist.get_world_size()} ranks", flush=True)
+    figures = {kind: measure(layers, kind, given.repetitions) for kind in given.kinds}
+    if dist.get_rank() == 0 and given.output is not None:
+        given.output.write_text(json.dumps(figures, indent=1))
     dist.barrier()
     sys.stdout.flush()
     os._exit(0)  # gloo's threads may need Python after their work, and abort one that ends
 
 
-def report(kind: str, found: dict[str, dict[str, Any]]) -> None:
-    """Print a table."""
-    count, alone = found["all"]["parameters"], found["all"]["alone_ms"]
-    print(f"AdamW {kind}: {count / 1e6:.1f} M parameters, {dist.get_world_size()} ranks, backward alone {alone:.0f} ms")
-    print(f"{'':24} {'ms':>6} {'of ZeRO R.O.':>13} {'update ms':>10} {'P arrive':>9}")
-    for name, row in found.items():
-        apart = f"{row['update_ms']:10.0f}" if "update_ms" in row else " " * 10
-        units = f"{row['arrive']:9.2f}" if "arrive" in row else ""
-        print(f"{name:24} {row['ms']:6.0f} {row['ratio']:13.2f} {apart} {units}")
+def report(name: str, kind: str, row: dict[str, Any]) -> None:
+    """Print a line."""
+    apart = f"update {row['update_ms']:5.0f} ms" if "update_ms" in row else " " * 15
+    units = f"{row['arrive']:.2f} P arrive" if "arrive" in row else ""
+    print(
+        f"{name + ', ' + kind:32} {row['ms']:6.0f} ms  {row['ratio']:5.2f} of ZeRO R.O.'s  {apart}  {units}", flush=True
+    )
 
 
 if __name__ == "__main__":

@@ -39,11 +39,11 @@ def test_every_optimizer_is_measured(tmp_path: Path) -> None:
     # Of P bytes, two ranks get half of the gradients' sums and half of the weights each; a ring sends the sums twice.
     wanted = {"ZeroRedundancyOptimizer": 1.5, "all": 1.5, "owner": 1.0, "in backward": 1.0, "unsharded": 1.0}
     assert found.keys() == {"foreach", "fused"}
-    for ways in found.values():
+    for kind, ways in found.items():
         assert ways.keys() == {*wanted, "DeepSpeed ZeRO-1", "FSDP2 keeping weights"}
         for name, row in ways.items():
             assert len(row["seconds"]) == 2
             assert min(row["seconds"]) > 0
-            assert f"{name:24}" in printed
+            assert f"{name}, {kind}" in printed
             assert row.get("arrive") == (pytest.approx(wanted[name], abs=0.01) if name in wanted else None), name
             assert row.get("update_ms", 1.0) > 0
