@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     )
     from accel_shard.export import export_model
     from accel_shard.optim.family import SOAP, GaLore, Muon, Shampoo
+    from accel_shard.optim.matrix import MatrixOptimizer
     from accel_shard.optim.parameter_groups import parameter_groups
     from accel_shard.optim.sharded import ShardedOptimizer
     from accel_shard.policy import PRESETS, Precision, ShardingPolicy
@@ -33,6 +34,7 @@ __all__ = [
     "Checkpointer",
     "DataOrderError",
     "GaLore",
+    "MatrixOptimizer",
     "Muon",
     "PolicyAccelerator",
     "PolicyError",
@@ -52,6 +54,7 @@ _HOME: Final = {
     "Checkpointer": "checkpoint.checkpointer",
     "DataOrderError": "errors",
     "GaLore": "optim.family",
+    "MatrixOptimizer": "optim.matrix",
     "Muon": "optim.family",
     "PRESETS": "policy",
     "PolicyAccelerator": "accelerator",

@@ -98,14 +98,21 @@ def attach(optimizer: Any, model: Any, policy: ShardingPolicy) -> None:
     """Let DDP send gradients to their owners only, if that is how the optimizer was made. Every rank must call it.
 
     Raises:
-        PolicyError: if the policy needs DDP's only hook for something else.
+        PolicyError: if the policy needs DDP's only hook for something else, or gradients that are gone by then.
     """
     inner = getattr(model, "_orig_mod", model)
     if policy.gradient_reduce == "owner" and isinstance(optimizer, ShardsState) and not sends_to_owners(optimizer):
-        raise PolicyError(
-            "gradient_reduce is 'owner' in the policy and the ShardedOptimizer was made with reduce 'all'. Make it "
-            "with policy.optimizer(...), or with reduce='owner'."
-        )
+        what = "needs whole gradients. Use gradient_reduce 'all'."
+        if not isinstance(optimizer, NeedsLayout):
+            what = "was made with reduce 'all'. Make it with policy.optimizer(...), or with reduce='owner'."
+        raise PolicyError(f"gradient_reduce is 'owner' in the policy and the {type(optimizer).__name__} {what}")
+    if getattr(optimizer, "in_backward", False):
+        for name, off in (("gradient_clipping", None), ("gradient_accumulation_steps", 1)):
+            if (value := getattr(policy, name)) != off:
+                raise PolicyError(
+                    f"the optimizer has in_backward=True and {name} is {value!r} in the policy: when backward is over, "
+                    f"the gradients have been used and are gone. Use in_backward=False, or {name} {off!r}."
+                )
     if not sends_to_owners(optimizer) or not isinstance(inner, DistributedDataParallel):
         return
     if policy.gradient_compression != "none":

@@ -490,3 +490,22 @@ def test_boxes_of_one_row_and_no_elements() -> None:
     jobs = [Job(0, block, 2) for block in Grid().blocks((1, 5))]
     sent = [Exchange(jobs, [holders], Ranks(None, rank, 3)).gradients.sent for rank in range(3)]
     assert sent == [5, 0, 0]
+
+
+def prepared_under(line: str) -> None:
+    from accel_shard import ShardingPolicy
+
+    model = torch.nn.Linear(8, 8, bias=False)
+    ShardingPolicy.load(line).accelerator().prepare(model, MatrixOptimizer(model.parameters(), Plain()))
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("ddp_sharded,gradient_reduce=owner", "the MatrixOptimizer needs whole gradients"),
+        ("ddp,local_sgd=4", "local_sgd is 4 and the optimizer is a MatrixOptimizer"),
+    ],
+)
+def test_policies_that_keep_gradients_apart_are_refused(line: str, words: str, two_ranks: RankPool) -> None:
+    with pytest.raises(RankError, match=words):
+        two_ranks.run(prepared_under, line)
