@@ -54,14 +54,17 @@ class _InTurn:
 
     def __init__(self, model: DistributedDataParallel) -> None:
         self._model = model
-        self._before: torch.futures.Future[torch.Tensor] | None = None
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        before: torch.futures.Future[torch.Tensor] | None = None
+
+        # DDP's reducer holds it where no garbage collector looks, so it must not hold DDP.
         def in_turn(state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-            if self._before is not None:
-                self._before.wait()
+            nonlocal before
+            if before is not None:
+                before.wait()
             future: torch.futures.Future[torch.Tensor] = hook(state, bucket)
-            self._before = None if bucket.is_last() else future
+            before = None if bucket.is_last() else future
             return future
 
         # DDP compares them with its own types, and here they are text.

@@ -11,6 +11,7 @@ found by autograd, which refuses to use them.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -48,7 +49,8 @@ class InBackward(OwnerReduce):
     ) -> None:  # fmt: skip
         _refuse_unfit(model, buckets, inner)
         super().__init__(model, buckets, ranks)
-        self._model, self._inner, self._groups = model, inner, groups
+        # DDP's reducer holds the hook where no garbage collector looks, so the hook must not hold DDP.
+        self._model, self._inner, self._groups = weakref.proxy(model), inner, groups
         self._buckets = tuple(buckets)
         self._number = {id(slot.parameter): n for n, bucket in enumerate(buckets) for slot in bucket.slots}
         self._memory: dict[int, tuple[torch.UntypedStorage, int]] = {}

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import unittest.mock
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -280,3 +282,34 @@ def test_under_a_policy(two_ranks: RankPool) -> None:
         two_ranks.run(under_a_policy, "ddp_sharded,gradient_clipping=0.5")
     with pytest.raises(RankError, match="in_backward=True and gradient_accumulation_steps is 2"):
         two_ranks.run(under_a_policy, "ddp_sharded,gradient_accumulation_steps=2")
+
+
+def models_left(line: str, **options: Any) -> int:
+    """How many DDP models and gradient buckets outlive a run."""
+    accelerator = ShardingPolicy.load(line).accelerator()
+    net: Any = Deep()
+    optimizer: Any = accelerator.policy.optimizer(net.parameters(), torch.optim.AdamW, lr=1e-2, **options)
+    net, optimizer = accelerator.prepare(net, optimizer)
+    for step in range(3):
+        accelerator.backward(loss_of(net, batch(step)))
+        optimizer.step()
+        optimizer.zero_grad()
+    accelerator.free_memory()
+    known = weakref.ref(net)
+    del net, optimizer, accelerator
+    gc.collect()
+    return int(known() is not None)
+
+
+@pytest.mark.parametrize(
+    ("line", "options"),
+    [
+        ("ddp_sharded", {"reduce": "owner", "in_backward": True}),
+        ("ddp_sharded", {"reduce": "owner"}),
+        ("ddp_sharded", {}),
+        ("ddp,gradient_compression=powersgd", {}),
+        ("ddp,local_sgd=2", {}),
+    ],
+)
+def test_a_run_that_is_over_leaves_no_model(line: str, options: dict[str, Any], two_ranks: RankPool) -> None:
+    assert two_ranks.run(models_left, line, **options) == [0, 0]
