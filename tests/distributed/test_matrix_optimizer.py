@@ -59,7 +59,7 @@ def test_one_process(core: str) -> None:
     assert_same(run, plain(core), 1e-6)
 
 
-@pytest.mark.parametrize("core", ["orthogonal", "whitening"])
+@pytest.mark.parametrize("core", [pytest.param("orthogonal", marks=pytest.mark.wide), "whitening"])
 @pytest.mark.parametrize(("name", "ranks"), CASES, indirect=["ranks"])
 def test_policy_trains_as_one_process(name: str, ranks: RankPool, core: str) -> None:
     trains_as_one_process(name, ranks, core)

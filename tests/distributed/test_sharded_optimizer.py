@@ -22,6 +22,7 @@ from training import put_together
 from accel_shard import Checkpointer, ShardedOptimizer, ShardingPolicy, UnsupportedPolicyError
 from accel_shard.layout import Layout
 
+WIDE = pytest.mark.wide
 STEPS = 20
 
 
@@ -161,7 +162,7 @@ def furthest(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> fl
     return max(float((tensor - other[name]).abs().max()) for name, tensor in one.items())
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4], indirect=True)
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=WIDE), 3, 4], indirect=True)
 @pytest.mark.parametrize("name", [*OPTIMIZERS, *FOREIGN, "home-made"])
 def test_weights_are_those_of_the_unsharded_optimizer(name: str, ranks: RankPool) -> None:
     for difference, moved in ranks.run(side_by_side, name):
@@ -185,7 +186,7 @@ def small_parts() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("ranks", [2, 4], indirect=True)
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=WIDE)], indirect=True)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_buckets_and_blocks_change_nothing(name: str, ranks: RankPool) -> None:
     for difference, moved in ranks.run(in_small_parts, name):
@@ -904,7 +905,7 @@ def owned(name: str) -> tuple[float, float]:
     return furthest(*found), furthest(start, found[1])
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4], indirect=True)
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=WIDE), 3, pytest.param(4, marks=WIDE)], indirect=True)
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_owners_come_to_the_weights_of_plain_ddp(name: str, ranks: RankPool) -> None:
     for difference, moved in ranks.run(owned, name):

@@ -9,7 +9,7 @@ import pytest
 from launching import finish, start, torchrun
 
 
-@pytest.mark.parametrize("policy", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("policy", [pytest.param("ddp", marks=pytest.mark.wide), "fsdp2"])
 def test_every_way_is_measured(policy: str, tmp_path: Path) -> None:
     output, log = tmp_path / "figures.json", tmp_path / "log"
     arguments = ["--megabytes", "130", "--policy", policy, "--repetitions", "2", "--folder", str(tmp_path)]
@@ -29,6 +29,7 @@ def test_every_way_is_measured(policy: str, tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir() if p.is_dir()] == [], "it cleans up"
 
 
+@pytest.mark.wide
 def test_every_optimizer_is_measured(tmp_path: Path) -> None:
     output, log = tmp_path / "figures.json", tmp_path / "log"
     command = torchrun(
