@@ -86,7 +86,7 @@ class Way:
         """Return the bytes of the optimizer's state on this rank."""
         if hasattr(self.optimizer, "state_bytes"):
             return int(self.optimizer.state_bytes())
-        return sum(t.nbytes for s in self.optimizer.state.values() for t in _tensors(s))
+        return sum(t.nbytes for t in _tensors(list(self.optimizer.state.values()), set()))
 
 
 def _like(parameter: Any, whole: torch.Tensor) -> torch.Tensor:
@@ -99,14 +99,17 @@ def _like(parameter: Any, whole: torch.Tensor) -> torch.Tensor:
                               stride=whole.stride())  # fmt: skip
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
+def _tensors(value: Any, seen: set[int]) -> list[torch.Tensor]:
+    """Return what a state reaches, each thing once: those of others are objects that know each other."""
+    if id(value) in seen:
+        return []
+    seen.add(id(value))
     if isinstance(value, torch.Tensor):
         return [value]
-    if isinstance(value, dict):
-        return [t for v in value.values() for t in _tensors(v)]
-    if isinstance(value, (list, tuple)):
-        return [t for v in value for t in _tensors(v)]
-    return [t for v in vars(value).values() for t in _tensors(v)] if hasattr(value, "__dict__") else []
+    if not isinstance(value, (dict, list, tuple)):
+        value = getattr(value, "__dict__", {})
+    within = value.values() if isinstance(value, dict) else value
+    return [tensor for thing in within for tensor in _tensors(thing, seen)]
 
 
 def ours(name: str, block: int, *, routed: bool, **more: Any) -> Callable[[nn.Module], torch.optim.Optimizer]:

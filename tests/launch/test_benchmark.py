@@ -48,3 +48,19 @@ def test_every_optimizer_is_measured(tmp_path: Path) -> None:
             assert f"{name}, {kind}" in printed
             assert row.get("arrive") == (pytest.approx(wanted[name], abs=0.01) if name in wanted else None), name
             assert row.get("update_ms", 1.0) > 0
+
+
+@pytest.mark.wide
+def test_every_matrix_optimizer_is_measured(tmp_path: Path) -> None:
+    output, log = tmp_path / "figures.json", tmp_path / "log"
+    small = ["--width", "64", "--layers", "1", "--block", "64", "--periods", "1"]
+    command = torchrun(
+        "recipes/benchmarks/matrix_optimizer.py", *small, "--policy", "fsdp2", "-o", str(output), ranks=2
+    )
+    printed = finish(start(command, log), log)
+    rows = json.loads(output.read_text())["rows"]
+    assert {"AdamW foreach", "Shampoo", "Shampoo, every matrix", "SOAP", "Muon", "floor"} <= rows.keys()
+    # Factors and roots of both sides, a mean and a mean of squares: six times the weights, half of it on each rank.
+    assert rows["Shampoo, every matrix"]["state / weights"] == pytest.approx(3.0, rel=0.05)
+    assert rows["Shampoo, every matrix, alone"]["state / weights"] == pytest.approx(6.0, rel=0.05)
+    assert all(f"| {name} |" in printed for name in rows)
