@@ -30,6 +30,8 @@ class HostMemory:
         if kinds != self._kinds:
             self._views = []  # first, so that there are never two blocks
             self._views, self._kinds = _block([tensor for _, tensor in entries]), kinds
+        if not entries:
+            return []  # a small model on many ranks
         with torch.no_grad():
             torch._foreach_copy_(self._views, [tensor for _, tensor in entries], non_blocking=True)
         for device in {tensor.device for _, tensor in entries}:

@@ -193,3 +193,21 @@ def test_a_batch_that_is_split_over_ranks(two_ranks: RankPool, tmp_path: Path) -
     assert two_ranks.run(split, str(tmp_path), 4) == [[0, 1], [2, 3]]
     with pytest.raises(RankError, match="2 ranks do not divide a batch of 3"):
         two_ranks.run(split, str(tmp_path), 3)
+
+
+def save_one_weight(folder: str) -> tuple[float, list[str]]:
+    accelerator = ShardingPolicy.load("ddp").accelerator()
+    model: Any = torch.nn.Linear(1, 1, bias=False)
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    weight = model.module.weight
+    with torch.no_grad(), Checkpointer(accelerator, folder) as checkpointer:
+        weight.fill_(4.0)
+        checkpointer.save()
+        checkpointer.wait()
+        weight.fill_(5.0)
+        assert checkpointer.resume()
+    return float(weight), sorted(path.name for path in Path(folder).glob("step-*/*.safetensors"))
+
+
+def test_ranks_that_have_nothing_to_save(four_ranks: RankPool, tmp_path: Path) -> None:
+    assert four_ranks.run(save_one_weight, str(tmp_path)) == [(4.0, ["rank-00000.safetensors"])] * 4

@@ -41,6 +41,7 @@ def test_host_memory_holds_copies_in_one_block_and_is_used_again() -> None:
     again = dict(memory.hold(entries))
     assert again["double"].untyped_storage().data_ptr() == block.data_ptr()
     assert torch.equal(again["double"], torch.zeros(2, 3, dtype=torch.float64))
+    assert memory.hold([]) == [], "a rank may have nothing to save"
     other = dict(memory.hold([("new", torch.ones(7))]))
     assert torch.equal(other["new"], torch.ones(7))
 
