@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -57,3 +60,19 @@ def test_a_stack_of_matrices_is_updated_as_each_alone() -> None:
 def test_an_unknown_setting_names_the_nearest() -> None:
     with pytest.raises(ValueError, match="Did you mean 'betas'"):
         Shampoo([nn.Parameter(torch.zeros(2, 2))], betaz=(0.9, 0.9))
+
+
+def test_the_guides_own_core_trains() -> None:
+    text = (Path(__file__).parents[2] / "recipes" / "from_adamw_to_shampoo.md").read_text()
+    (code,) = (block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "class Orthogonal" in block)
+    model = nn.Linear(4, 3)
+    names: dict = {"model": model}
+    exec(code, names)
+    losses = []
+    for _ in range(5):
+        loss = (model(torch.ones(2, 4)) - 3).square().mean()
+        loss.backward()
+        names["optimizer"].step()
+        names["optimizer"].zero_grad()
+        losses.append(loss.item())
+    assert losses == sorted(losses, reverse=True)
