@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-__all__ = ["PolicyError", "PolicyNotAppliedError", "SnapshotError", "UnsupportedPolicyError", "unknown_name"]
+__all__ = ["PolicyError", "PolicyNotAppliedError", "SnapshotError", "UnsupportedPolicyError", "require", "unknown_name"]
 
 
 class PolicyError(ValueError):
@@ -26,6 +26,16 @@ class DataOrderError(ValueError):
 
 class PolicyNotAppliedError(RuntimeError):
     """What Accelerate really prepared differs from what the policy asked for."""
+
+
+def require(ok: bool, option: str, got: object, allowed: str) -> None:
+    """Refuse the value of an option.
+
+    Raises:
+        ValueError: unless ``ok``.
+    """
+    if not ok:
+        raise ValueError(f"{option} is {got!r}. Allowed: {allowed}.")
 
 
 def unknown_name(kind: str, got: str, allowed: Iterable[str], remedy: str = "") -> str:

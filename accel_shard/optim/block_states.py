@@ -12,7 +12,7 @@ from accel_shard.layout import Box, Layout, Shard, overlaps
 from accel_shard.optim.core import Core
 from accel_shard.optim.holding import Member
 from accel_shard.optim.stacks import Stack
-from accel_shard.optim.unit import Unit, cut, is_matrix
+from accel_shard.optim.unit import Unit, compute_dtype, cut, is_matrix
 
 __all__ = ["block_key", "describe", "install", "materialize", "pack"]
 
@@ -78,8 +78,8 @@ def _expected(core: Core, member: Member) -> Iterator[tuple[str, tuple[tuple[int
             for state, (shape, dtype) in core.state(block.sizes, member.cut_by).items():
                 yield block_key(state, block.offsets), (tuple(shape), dtype)
     else:
-        wide = torch.float64 if member.tensor.dtype == torch.float64 else torch.float32
-        yield from ((state, (member.shape, wide)) for state in ("exp_avg", "exp_avg_sq"))
+        dtype = compute_dtype(member.tensor.dtype)
+        yield from ((state, (member.shape, dtype)) for state in ("exp_avg", "exp_avg_sq"))
 
 
 def _other_states(name: str, wanted: Shapes, stored: Shapes) -> str:

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
+from accel_shard.errors import require
 from accel_shard.layout import Box, boxes_of_range
+from accel_shard.optim.partition import assign_longest_first
 
 __all__ = ["Block", "Grid", "Part", "Work", "owners_of", "phases_of"]
 
@@ -73,19 +75,11 @@ class Grid:
     heads_axis: int = 0
 
     def __post_init__(self) -> None:
-        allowed = (
-            (
-                "max_preconditioner_dim",
-                self.max_preconditioner_dim is None or self.max_preconditioner_dim >= 1,
-                "None, or at least 1",
-            ),
-            ("row_dims", self.row_dims >= 0, "at least 0"),
-            ("heads", self.heads >= 1, "at least 1"),
-            ("heads_axis", self.heads_axis in (0, 1), "0, 1"),
-        )
-        for name, fits, what in allowed:
-            if not fits:
-                raise ValueError(f"{name} is {getattr(self, name)!r}. Allowed: {what}.")
+        longest = self.max_preconditioner_dim
+        require(longest is None or longest >= 1, "max_preconditioner_dim", longest, "None, or at least 1")
+        require(self.row_dims >= 0, "row_dims", self.row_dims, "at least 0")
+        require(self.heads >= 1, "heads", self.heads, "at least 1")
+        require(self.heads_axis in (0, 1), "heads_axis", self.heads_axis, "0, 1")
 
     def split_at(self, shape: Sequence[int]) -> int:
         """Return how many dimensions of a parameter are the rows of its matrix.
@@ -178,13 +172,12 @@ def phases_of(works: Sequence[Work]) -> list[int]:
 
     The costliest first, each to the step with least so far. It knows nothing of ranks.
     """
-    phases, loads = [0] * len(works), dict[int, list[float]]()
-    for index in sorted(range(len(works)), key=lambda i: (-works[i].refresh, i)):
-        work = works[index]
-        if work.period > 1:
-            load = loads.setdefault(work.period, [0.0] * work.period)
-            phases[index] = load.index(min(load))
-            load[phases[index]] += work.refresh
+    phases = [0] * len(works)
+    for period in {work.period for work in works if work.period > 1}:
+        alike = [index for index, work in enumerate(works) if work.period == period]
+        steps = assign_longest_first([works[index].refresh for index in alike], [0.0] * period)
+        for index, step in zip(alike, steps, strict=True):
+            phases[index] = step
     return phases
 
 

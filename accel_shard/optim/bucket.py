@@ -36,6 +36,26 @@ class Ranks:
         group = group if group is not None else dist.group.WORLD
         return cls(group, dist.get_rank(group), dist.get_world_size(group))
 
+    @property
+    def gathers_poorly(self) -> bool:
+        """Whether an all-gather sends more than it must, as gloo's does."""
+        return dist.get_backend(self.group) == "gloo"
+
+    def broadcast_each(self, parts: Sequence[torch.Tensor]) -> list[Any]:
+        """Start to send each rank's part to all. Every rank must call it.
+
+        Args:
+            parts: one a rank, of any lengths; what is empty is not sent.
+
+        Returns:
+            What to wait for.
+        """
+        return [
+            dist.broadcast(part, src=dist.get_global_rank(self.group, rank), group=self.group, async_op=True)
+            for rank, part in enumerate(parts)
+            if part.numel()
+        ]
+
 
 @dataclass(slots=True)
 class Slot:
@@ -228,20 +248,13 @@ class Bucket:
             self.flat[self._low : self._high].copy_(self.master)
         if self._ranks.count == 1:
             return []
-        size, group = self.flat.element_size(), self._ranks.group
-        flat = self.flat.view(torch.uint8)  # of any dtype: it is only copied
-        if self.elementwise and dist.get_backend(group) != "gloo":
+        size, flat = self.flat.element_size(), self.flat.view(torch.uint8)  # of any dtype: it is only copied
+        if self.elementwise and not self._ranks.gathers_poorly:
             length = flat.numel() // self._ranks.count
             mine = flat[self._ranks.rank * length : (self._ranks.rank + 1) * length]
-            return [dist.all_gather_into_tensor(flat, mine, group=group, async_op=True)]
-        # gloo's all-gather sends more than it must; and ranges of unlike length need one broadcast each.
-        return [
-            dist.broadcast(
-                flat[start * size : stop * size], src=dist.get_global_rank(group, rank), group=group, async_op=True
-            )
-            for rank, (start, stop) in enumerate(self.bounds)
-            if stop > start
-        ]
+            return [dist.all_gather_into_tensor(flat, mine, group=self._ranks.group, async_op=True)]
+        # Ranges of unlike length need one broadcast each.
+        return self._ranks.broadcast_each([flat[start * size : stop * size] for start, stop in self.bounds])
 
     def finish_gather(self) -> None:
         """Let parameters that somebody moved have their new weights, and autograd know that all were written."""

@@ -139,26 +139,20 @@ class Spread(Transfer):
     """Pieces that all go to every rank: what each sends is put together once, and not once a receiver."""
 
     def _start(self, take: Take, dtype: torch.dtype, device: torch.device) -> Callable[[Put], None]:
-        rank, group = self._ranks.rank, self._ranks.group
+        rank, broadcasts = self._ranks.rank, self._ranks.gathers_poorly
         everyones = [self.local if source == rank else pieces for source, pieces in enumerate(self.incoming)]
         sizes = _sizes(everyones)
-        on_gloo = dist.get_backend(group) == "gloo"  # whose all-gather sends more than it must
-        strides = sizes if on_gloo else [max(sizes)] * len(sizes)
+        strides = sizes if broadcasts else [max(sizes)] * len(sizes)
         flat = torch.empty(sum(strides), dtype=dtype, device=device)
         starts = [sum(strides[:source]) for source in range(len(strides))]
         ranges = [flat[start : start + size] for start, size in zip(starts, sizes, strict=True)]
         for piece, place in _laid_out([self.local], ranges[rank]):
             _fill(place, take(piece))
-        if on_gloo:
-            roots = [source if group is None else dist.get_global_rank(group, source) for source in range(len(sizes))]
-            works = [
-                dist.broadcast(part, src=root, group=group, async_op=True)
-                for root, part in zip(roots, ranges, strict=True)
-                if part.numel()
-            ]
+        if broadcasts:
+            works = self._ranks.broadcast_each(ranges)
         else:
             own = flat[starts[rank] : starts[rank] + strides[rank]]
-            works = [dist.all_gather_into_tensor(flat, own, group=group, async_op=True)]
+            works = [dist.all_gather_into_tensor(flat, own, group=self._ranks.group, async_op=True)]
 
         def finish(put: Put) -> None:
             for work in works:

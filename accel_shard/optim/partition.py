@@ -42,7 +42,7 @@ def equal_ranges(total: int, ranks: int) -> list[tuple[int, int]]:
     return [(min(rank * length, total), min((rank + 1) * length, total)) for rank in range(ranks)]
 
 
-def assign_longest_first(sizes: Sequence[int], loads: Sequence[int]) -> list[int]:
+def assign_longest_first(sizes: Sequence[float], loads: Sequence[float]) -> list[int]:
     """Give each item an owner: the largest first, each to who has least so far.
 
     Args:

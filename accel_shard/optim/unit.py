@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import torch
 
+from accel_shard.errors import require
 from accel_shard.layout import Box, Shard
 from accel_shard.optim.blocks import Block, Grid, Work, owners_of
 from accel_shard.optim.bucket import Ranks
@@ -41,19 +42,14 @@ def check_settings(settings: Mapping[str, Any]) -> None:
         ValueError: saying which, what it is and what is allowed.
     """
     Grid(**{name: settings[name] for name in GRID})
-    betas = settings["adamw_betas"]
-    allowed = (
-        ("core", settings["core"] in ("matrix", "adamw"), "'matrix', 'adamw'"),
-        ("decoupled_weight_decay", isinstance(settings["decoupled_weight_decay"], bool), "True, False"),
-        ("weight_decay", 0.0 <= settings["weight_decay"] < math.inf, "a number of at least 0"),
-        ("lr", 0.0 <= float(settings["lr"]) < math.inf, "a number of at least 0"),
-        ("adamw_betas", len(betas) == 2 and all(0.0 <= b < 1.0 for b in betas), "two of at least 0 and less than 1"),
-        ("adamw_eps", 0.0 < settings["adamw_eps"] < math.inf, "a number above 0"),
-        ("adamw_lr_factor", 0.0 <= settings["adamw_lr_factor"] < math.inf, "a number of at least 0"),
-    )
-    for name, fits, what in allowed:
-        if not fits:
-            raise ValueError(f"{name} is {settings[name]!r}. Allowed: {what}.")
+    for name in ("lr", "weight_decay", "adamw_lr_factor"):
+        require(0.0 <= float(settings[name]) < math.inf, name, settings[name], "a number of at least 0")
+    betas, decoupled = settings["adamw_betas"], settings["decoupled_weight_decay"]
+    require(settings["core"] in ("matrix", "adamw"), "core", settings["core"], "'matrix', 'adamw'")
+    require(isinstance(decoupled, bool), "decoupled_weight_decay", decoupled, "True, False")
+    two = len(betas) == 2 and all(0.0 <= b < 1.0 for b in betas)
+    require(two, "adamw_betas", betas, "two of at least 0 and less than 1")
+    require(0.0 < settings["adamw_eps"] < math.inf, "adamw_eps", settings["adamw_eps"], "a number above 0")
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:

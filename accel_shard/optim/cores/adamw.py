@@ -8,9 +8,10 @@ from typing import Any, ClassVar
 
 import torch
 
+from accel_shard.errors import require
 from accel_shard.optim.core import Core, Cost
 from accel_shard.optim.cores.batch import ELEMENTWISE, pieces
-from accel_shard.optim.cores.checks import check_common, dtype_of, require
+from accel_shard.optim.cores.checks import check_common, dtype_of
 
 __all__ = ["AdamWCore"]
 

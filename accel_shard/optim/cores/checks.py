@@ -8,19 +8,11 @@ from typing import Any
 
 import torch
 
-__all__ = ["check_common", "check_whole", "dtype_of", "require"]
+from accel_shard.errors import require
+
+__all__ = ["check_common", "check_whole", "dtype_of"]
 
 _DTYPES = {"float32": torch.float32, "float64": torch.float64}
-
-
-def require(ok: bool, option: str, got: object, allowed: str) -> None:
-    """Refuse a hyperparameter.
-
-    Raises:
-        ValueError: unless ``ok``.
-    """
-    if not ok:
-        raise ValueError(f"{option} is {got!r}. Allowed: {allowed}.")
 
 
 def check_common(settings: Mapping[str, Any], *, sums: bool = False) -> None:

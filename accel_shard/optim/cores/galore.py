@@ -14,9 +14,10 @@ from typing import Any, ClassVar
 
 import torch
 
+from accel_shard.errors import require
 from accel_shard.optim.core import Core, Cost
 from accel_shard.optim.cores.batch import ELEMENTWISE, all_finite, gram, norms, pieces, replaced
-from accel_shard.optim.cores.checks import check_common, check_whole, dtype_of, require
+from accel_shard.optim.cores.checks import check_common, check_whole, dtype_of
 from accel_shard.optim.cores.roots import eigh
 
 __all__ = ["GaLoreCore"]

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from accel_shard.errors import require
 from accel_shard.optim.cores.batch import norms
-from accel_shard.optim.cores.checks import require
 
 __all__ = [
     "GRAFTINGS",

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from accel_shard.errors import require
 from accel_shard.optim.core import Core, Cost
 from accel_shard.optim.cores import momenta
 from accel_shard.optim.cores.batch import (
@@ -25,7 +26,7 @@ from accel_shard.optim.cores.batch import (
     replaced,
     scale_,
 )
-from accel_shard.optim.cores.checks import check_common, check_whole, dtype_of, require
+from accel_shard.optim.cores.checks import check_common, check_whole, dtype_of
 from accel_shard.optim.cores.roots import Ridge, inverse_root, root_by_basis
 
 __all__ = ["ShampooCore", "moment_of", "start_step"]

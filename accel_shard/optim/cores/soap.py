@@ -12,10 +12,11 @@ from typing import Any, ClassVar
 
 import torch
 
+from accel_shard.errors import require
 from accel_shard.optim.core import Core, Cost
 from accel_shard.optim.cores import momenta
 from accel_shard.optim.cores.batch import ELEMENTWISE, add_gram_, mirrored, multiply, part, pieces, replaced
-from accel_shard.optim.cores.checks import check_common, check_whole, dtype_of, require
+from accel_shard.optim.cores.checks import check_common, check_whole, dtype_of
 from accel_shard.optim.cores.roots import Ridge, eigenbasis
 from accel_shard.optim.cores.shampoo import start_step
 
