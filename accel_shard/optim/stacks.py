@@ -12,6 +12,7 @@ import torch
 from accel_shard.layout import Box
 from accel_shard.optim.blocks import Block
 from accel_shard.optim.core import Core
+from accel_shard.optim.cores.adamw import adam_step
 
 __all__ = ["Counts", "Entry", "MatrixStack", "Stack", "VectorStack"]
 
@@ -191,13 +192,8 @@ class VectorStack(Stack):
                     self._adamw(slice(at, min(at + most, stop)), step)
 
     def _adamw(self, where: slice, step: int) -> None:
-        (first, second), epsilon = self.group["adamw_betas"], self.group["adamw_eps"]
         gradient, mean, square = self.gradient[where], self.state["exp_avg"][where], self.state["exp_avg_sq"][where]
-        mean.lerp_(gradient, 1 - first)
-        square.mul_(second).addcmul_(gradient, gradient, value=1 - second)
-        # The corrections of both biases, as factors of root and epsilon.
-        root = square.sqrt().mul_((1 - first**step) / (1 - second**step) ** 0.5).add_(epsilon * (1 - first**step))
-        torch.div(mean, root, out=gradient)
+        adam_step(gradient, mean, square, self.group["adamw_betas"], self.group["adamw_eps"], step, out=gradient)
 
     def tensor(self, position: int, stacked: torch.Tensor) -> torch.Tensor:
         """Return a box's part of a flat tensor."""

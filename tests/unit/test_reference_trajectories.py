@@ -12,7 +12,8 @@ from stepping import DOUBLE, Stepper, as_the_reference, relative
 from stepping import one_thread as one_thread
 
 from accel_shard.optim.cores.muon import MuonCore
-from accel_shard.optim.cores.shampoo import ShampooCore, start_step
+from accel_shard.optim.cores.schedule import start_step
+from accel_shard.optim.cores.shampoo import ShampooCore
 from accel_shard.optim.cores.soap import SOAPCore
 
 DATA = Path(__file__).parents[1] / "data"

@@ -16,6 +16,7 @@ import torch
 
 from accel_shard.errors import require
 from accel_shard.optim.core import Core, Cost
+from accel_shard.optim.cores.adamw import adam_step
 from accel_shard.optim.cores.batch import ELEMENTWISE, all_finite, gram, norms, pieces, replaced
 from accel_shard.optim.cores.checks import check_common, check_whole, dtype_of
 from accel_shard.optim.cores.roots import eigh
@@ -107,16 +108,12 @@ class GaLoreCore(Core):
         self, gradient: torch.Tensor, state: Mapping[str, torch.Tensor], settings: Mapping[str, Any], step: int
     ) -> torch.Tensor:
         """Return Adam's step in the subspace, projected back and scaled."""
-        beta1, beta2 = settings["betas"]
-        factor = settings["scale"] / (1 - beta1**step)
         for at in pieces(gradient):
             rows, projector = _short_rows(gradient[at]), state["projector"][at]
             mean, square = state["exp_avg"][at], state["exp_avg_sq"][at]
             seen = projector.mT @ rows.to(projector.dtype)
-            mean.lerp_(seen, 1 - beta1)
-            square.mul_(beta2).addcmul_(seen, seen, value=1 - beta2)
-            below = (square.sqrt() / math.sqrt(1 - beta2**step)).add_(settings["eps"])
-            rows.copy_(projector @ torch.div(mean, below, out=below).mul_(factor))
+            moved = adam_step(seen, mean, square, settings["betas"], settings["eps"], step)
+            rows.copy_(projector @ moved.mul_(settings["scale"]))
         return gradient
 
 

@@ -10,6 +10,7 @@ import torch
 
 from accel_shard.errors import require
 from accel_shard.optim.cores.batch import norms
+from accel_shard.optim.cores.checks import dtype_of
 
 __all__ = [
     "GRAFTINGS",
@@ -20,6 +21,7 @@ __all__ = [
     "graft_ratio",
     "graft_step",
     "observe_graft",
+    "states",
     "with_momentum",
 ]
 
@@ -47,6 +49,12 @@ def check_momentum(settings: Mapping[str, Any]) -> None:
     require(0.0 <= dampening < 1.0, "dampening", dampening, "at least 0 and less than 1")
     idle = momentum == 0.0 and (dampening != 0.0 or settings["use_nesterov"])
     require(not idle, "momentum", momentum, "above 0, since dampening or use_nesterov is given and would do nothing")
+
+
+def states(shape: tuple[int, ...], settings: Mapping[str, Any]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Return the states of :func:`filtered` and :func:`with_momentum` that are in use, for a block of a shape."""
+    kept = {"exp_avg": settings["betas"][0] > 0.0, "momentum_buffer": settings["momentum"] > 0.0}
+    return {name: (shape, dtype_of(settings, "state_dtype")) for name, used in kept.items() if used}
 
 
 def filtered(

@@ -28,8 +28,9 @@ from accel_shard.optim.cores.batch import (
 )
 from accel_shard.optim.cores.checks import check_common, check_whole, dtype_of
 from accel_shard.optim.cores.roots import Ridge, inverse_root, root_by_basis
+from accel_shard.optim.cores.schedule import check_start, is_too_early, set_to_identity, start_step
 
-__all__ = ["ShampooCore", "moment_of", "start_step"]
+__all__ = ["ShampooCore"]
 
 METHODS = ("eigh", "newton", "qr", "cholesky_qr")
 # Multiplications of a refresh in units of d^3, from times beside a product of that size.
@@ -78,10 +79,7 @@ class ShampooCore(Core):
         momenta.check_momentum(settings)
         momenta.check_grafting(settings)
         check_whole(settings, "max_preconditioner_dim", "precondition_frequency", "statistics_every")
-        start = settings["start_preconditioning_step"]
-        require(
-            isinstance(start, int) and (start == -1 or start >= 1), "start_preconditioning_step", start, "-1, or 1 up"
-        )
+        check_start(settings)
         epsilon, pseudo = settings["epsilon"], settings["pseudo_inverse"]
         right = epsilon == 0.0 if pseudo else 0.0 < epsilon < math.inf
         require(
@@ -111,19 +109,13 @@ class ShampooCore(Core):
             found |= {f"factor_{which}": (square, factor), f"root_{which}": (square, factor)}
             if settings["root_method"].endswith("qr"):
                 found[f"basis_{which}"] = (square, factor)
-        if settings["betas"][0] > 0.0:
-            found["exp_avg"] = (shape, other)
         if settings["grafting"] in ("adagrad", "rmsprop", "adam"):
             found["exp_avg_sq"] = (shape, other)
-        if settings["momentum"] > 0.0:
-            found["momentum_buffer"] = (shape, other)
-        return found
+        return found | momenta.states(shape, settings)
 
     def start(self, state: Mapping[str, torch.Tensor], settings: Mapping[str, Any]) -> None:
         """Begin with the identity as roots and bases."""
-        for name, tensor in state.items():
-            if name.startswith(("root_", "basis_")):
-                tensor.diagonal(dim1=-2, dim2=-1).fill_(1.0)
+        set_to_identity(state, "root_", "basis_")
 
     def cost(self, shape: tuple[int, ...], settings: Mapping[str, Any]) -> Cost:
         """Return multiplications: a product for the direction and 5/8 of one for the factor, along each dimension."""
@@ -162,8 +154,7 @@ class ShampooCore(Core):
         first = next(iter(state.values()))
         kept = torch.zeros(first.shape[0], dtype=torch.bool, device=first.device)
         found: dict[str, torch.Tensor] = {}
-        # Nobody looks at roots before the start step, and by then these blocks are refreshed again.
-        if step + settings["precondition_frequency"] <= start_step(settings):
+        if is_too_early(settings, step):
             return found, kept
         for factor in [name for name in state if name.startswith("factor_")]:
             which = factor.removeprefix("factor_")
@@ -202,12 +193,6 @@ class ShampooCore(Core):
                 multiply(mean, _stored_roots(state, order, at), out=block).mul_(scale)
             momenta.with_momentum(block, part(state, "momentum_buffer", at), settings)
         return gradient
-
-
-def start_step(settings: Mapping[str, Any]) -> int:
-    """Return the first step that is preconditioned."""
-    start: int = settings["start_preconditioning_step"]
-    return settings["precondition_frequency"] + 1 if start == -1 else start
 
 
 def moment_of(factors: torch.Tensor, settings: Mapping[str, Any], step: int) -> torch.Tensor:

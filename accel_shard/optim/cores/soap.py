@@ -18,7 +18,7 @@ from accel_shard.optim.cores import momenta
 from accel_shard.optim.cores.batch import ELEMENTWISE, add_gram_, mirrored, multiply, part, pieces, replaced
 from accel_shard.optim.cores.checks import check_common, check_whole, dtype_of
 from accel_shard.optim.cores.roots import Ridge, eigenbasis
-from accel_shard.optim.cores.shampoo import start_step
+from accel_shard.optim.cores.schedule import check_start, is_too_early, set_to_identity, start_step
 
 __all__ = ["SOAPCore"]
 
@@ -62,10 +62,7 @@ class SOAPCore(Core):
         momenta.check_betas(settings)
         momenta.check_momentum(settings)
         check_whole(settings, "max_preconditioner_dim", "max_precond_dim", "precondition_frequency", "statistics_every")
-        start = settings["start_preconditioning_step"]
-        require(
-            isinstance(start, int) and (start == -1 or start >= 1), "start_preconditioning_step", start, "-1, or 1 up"
-        )
+        check_start(settings)
         beta, epsilon, exponent = settings["shampoo_beta"], settings["epsilon"], settings["inverse_exponent"]
         require(beta is None or 0.0 <= beta <= 1.0, "shampoo_beta", beta, "None (as betas[1]), or 0 to 1 (1: a sum)")
         require(0.0 < epsilon < math.inf, "epsilon", epsilon, "a number above 0")
@@ -84,17 +81,11 @@ class SOAPCore(Core):
         for dim in _dims(shape, settings):
             square = (shape[dim], shape[dim])
             found |= {f"factor_{dim}": (square, factor), f"basis_{dim}": (square, factor)}
-        if settings["betas"][0] > 0.0:
-            found["exp_avg"] = (shape, other)
-        if settings["momentum"] > 0.0:
-            found["momentum_buffer"] = (shape, other)
-        return found
+        return found | momenta.states(shape, settings)
 
     def start(self, state: Mapping[str, torch.Tensor], settings: Mapping[str, Any]) -> None:
         """Begin with the identity as bases."""
-        for name, tensor in state.items():
-            if name.startswith("basis_"):
-                tensor.diagonal(dim1=-2, dim2=-1).fill_(1.0)
+        set_to_identity(state, "basis_")
 
     def cost(self, shape: tuple[int, ...], settings: Mapping[str, Any]) -> Cost:
         """Return multiplications: along each dimension two products into the basis, one back, 5/8 for the factor."""
@@ -127,8 +118,7 @@ class SOAPCore(Core):
         squares = state["exp_avg_sq"]
         kept = torch.zeros(squares.shape[0], dtype=torch.bool, device=squares.device)
         found: dict[str, torch.Tensor] = {}
-        # Nobody looks at bases before the start step, and by then these blocks are refreshed again.
-        if step + settings["precondition_frequency"] <= start_step(settings):
+        if is_too_early(settings, step):
             return found, kept
         for name in [name for name in state if name.startswith("basis_")]:
             factors = state["factor_" + name.removeprefix("basis_")]
