@@ -11,7 +11,7 @@ import yaml
 
 from accel_shard.errors import unknown_name
 
-__all__ = ["option", "parse_arguments"]
+__all__ = ["RunArguments", "option", "parse_arguments"]
 
 T = TypeVar("T")
 
@@ -19,6 +19,39 @@ T = TypeVar("T")
 def option(default: Any, text: str) -> Any:
     """Return a dataclass field with a help text."""
     return dataclasses.field(default=default, metadata={"help": text})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunArguments:
+    """What every training recipe takes. Flat names, as Hugging Face spells them; hyphens do as well as underscores."""
+
+    config: str | None = option(None, "YAML file of these arguments; the command line wins over it")
+    policy: str | None = option(None, "preset, YAML file or field=value,...; default: the launch config's, or ddp")
+    gradient_accumulation_steps: int | None = option(None, "forwards in an optimizer step; default: the policy's")
+    # Optimizer
+    optimizer: str = option("adamw", "adamw, shampoo, soap, muon or galore; the last four leave embeddings to AdamW")
+    optim_args: str | None = option(None, "further settings of the optimizer: name=value,name=value")
+    learning_rate: float = option(3e-3, "peak of the schedule")
+    lr_scheduler_type: str = option("cosine", "a name of transformers.get_scheduler: linear, constant_with_warmup, ...")
+    warmup_steps: int = option(10, "optimizer steps of linear warm-up")
+    weight_decay: float = option(0.1, "of matrices; vectors (norms, biases) have none")
+    # Reports
+    report_to: str = option("none", "tensorboard, wandb, trackio, ... (several: with commas), all, or none")
+    # Stopping and going on: snapshots are in OUTPUT_DIR/checkpoints, and any policy and number of ranks loads them
+    resume_from_checkpoint: str = option("none", "auto = the newest that can be trusted, or none, or a path")
+    save_steps: int | None = option(None, "optimizer steps between snapshots; default: none are saved by steps")
+    save_total_limit: int | None = option(None, "how many of the newest snapshots are kept; default: all")
+    stop_after: int | None = option(None, "save and stop after so many optimizer steps of this launch")
+
+    def check_counts(self, *names: str) -> None:
+        """Check that these are counts.
+
+        Raises:
+            ValueError: for one below 1.
+        """
+        for name in names:
+            if (value := getattr(self, name)) < 1:
+                raise ValueError(f"--{name} is {value}. Allowed: whole numbers from 1 on.")
 
 
 def parse_arguments(kind: type[T], line: list[str], description: str = "") -> T:

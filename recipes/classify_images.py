@@ -23,7 +23,7 @@ import torch.nn.functional as F
 import transformers
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from arguments import option, parse_arguments
+from arguments import RunArguments, option, parse_arguments
 from image_data import CLASSES, IGNORED, PADDING, SIDE, split_digits
 from optimizers import build_optimizer
 from reporting import Reporter, find_trackers, plot_losses
@@ -35,34 +35,18 @@ from accel_shard import Checkpointer, ShardingPolicy, export_model
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Arguments:
-    """Flat names, as Hugging Face spells them; hyphens do as well as underscores."""
+class Arguments(RunArguments):
+    """What this recipe takes beside."""
 
-    config: str | None = option(None, "YAML file of these arguments; the command line wins over it")
-    policy: str | None = option(None, "preset, YAML file or field=value,...; default: the launch config's, or ddp")
     output_dir: str = option("runs/digits", "folder of everything that is written")
     seed: int = option(42, "of the weights and of the order of the images")
     max_steps: int = option(200, "optimizer steps")
     per_device_train_batch_size: int = option(32, "images in a forward, on each rank")
-    gradient_accumulation_steps: int | None = option(None, "forwards in an optimizer step; default: the policy's")
-    optimizer: str = option("adamw", "adamw, shampoo, soap, muon or galore; the last four leave embeddings to AdamW")
-    optim_args: str | None = option(None, "further settings of the optimizer: name=value,name=value")
-    learning_rate: float = option(3e-3, "peak of the schedule")
-    lr_scheduler_type: str = option("cosine", "a name of transformers.get_scheduler: linear, constant_with_warmup, ...")
-    warmup_steps: int = option(10, "optimizer steps of linear warm-up")
-    weight_decay: float = option(0.1, "of matrices; vectors (norms, biases) have none")
     max_grad_norm: float | None = option(None, "clip the global norm; default: the policy's, or not")
     eval_steps: int = option(25, "optimizer steps between evaluations; one comes before the first, one after the last")
-    report_to: str = option("none", "tensorboard, wandb, trackio, ... (several: with commas), all, or none")
-    resume_from_checkpoint: str = option("none", "auto = the newest that can be trusted, or none, or a path")
-    save_steps: int | None = option(None, "optimizer steps between snapshots; default: none are saved by steps")
-    save_total_limit: int | None = option(None, "how many of the newest snapshots are kept; default: all")
-    stop_after: int | None = option(None, "save and stop after so many optimizer steps of this launch")
 
     def __post_init__(self) -> None:
-        for name in ("max_steps", "per_device_train_batch_size", "eval_steps"):
-            if (value := getattr(self, name)) < 1:
-                raise ValueError(f"--{name} is {value}. Allowed: whole numbers from 1 on.")
+        self.check_counts("max_steps", "per_device_train_batch_size", "eval_steps")
 
 
 def build_model() -> ViTForImageClassification:

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 import transformers
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from arguments import option, parse_arguments
+from arguments import RunArguments, option, parse_arguments
 from optimizers import build_optimizer
 from reporting import Reporter, find_trackers, model_card, plot_losses, sample_text
 from text_data import IGNORED, PADDING, load_blocks
@@ -42,11 +42,9 @@ from accel_shard import Checkpointer, ShardingPolicy, export_model
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Arguments:
-    """Flat names, as Hugging Face spells them; hyphens do as well as underscores."""
+class Arguments(RunArguments):
+    """What this recipe takes beside."""
 
-    config: str | None = option(None, "YAML file of these arguments; the command line wins over it")
-    policy: str | None = option(None, "preset, YAML file or field=value,...; default: the launch config's, or ddp")
     output_dir: str = option("runs/finetune", "folder of everything that is written")
     seed: int = option(42, "of the weights and of the order of the blocks")
     # Model and data
@@ -63,14 +61,7 @@ class Arguments:
     per_device_train_batch_size: int = option(4, "blocks in a forward, on each rank")
     per_device_eval_batch_size: int = option(8, "blocks in an evaluation forward, on each rank")
     dataloader_num_workers: int = option(0, "processes that fetch blocks for each rank; the order is the same")
-    gradient_accumulation_steps: int | None = option(None, "forwards in an optimizer step; default: the policy's")
     # Optimizer
-    optimizer: str = option("adamw", "adamw, shampoo, soap, muon or galore; the last four leave embeddings to AdamW")
-    optim_args: str | None = option(None, "further settings of the optimizer: name=value,name=value")
-    learning_rate: float = option(3e-3, "peak of the schedule")
-    lr_scheduler_type: str = option("cosine", "a name of transformers.get_scheduler: linear, constant_with_warmup, ...")
-    warmup_steps: int = option(10, "optimizer steps of linear warm-up")
-    weight_decay: float = option(0.1, "of matrices; vectors (norms, biases) have none")
     adam_beta1: float = option(0.9, "AdamW's decay of the mean of gradients")
     adam_beta2: float = option(0.95, "AdamW's decay of the mean of squared gradients")
     adam_epsilon: float = option(1e-8, "added to the root of the latter")
@@ -79,24 +70,17 @@ class Arguments:
     # Reports
     eval_steps: int = option(50, "optimizer steps between evaluations; one comes before the first, one after the last")
     logging_steps: int = option(1, "optimizer steps between lines of metrics")
-    report_to: str = option("none", "tensorboard, wandb, trackio, ... (several: with commas), all, or none")
     max_new_tokens: int = option(200, "length of the sample written at the end; 0 = none")
     # Stopping and going on: snapshots are in OUTPUT_DIR/checkpoints, and any policy and number of ranks loads them
-    resume_from_checkpoint: str = option("none", "auto = the newest that can be trusted, or none, or a path")
-    save_steps: int | None = option(None, "optimizer steps between snapshots; default: none are saved by steps")
     save_minutes: float | None = option(None, "minutes between snapshots; default: none are saved by time")
-    save_total_limit: int | None = option(None, "how many of the newest snapshots are kept; default: all")
     save_best: bool = option(False, "save whenever the evaluation is the best so far; that snapshot is kept too")
-    stop_after: int | None = option(None, "save and stop after so many optimizer steps of this launch")
 
     def __post_init__(self) -> None:
         if self.max_steps == 0:
             raise ValueError("--max_steps is 0. Allowed: whole numbers from 1 on, or -1 for num_train_epochs.")
         if self.max_steps > 0 and self.num_train_epochs > 0:
             raise ValueError(f"--max_steps {self.max_steps} and --num_train_epochs {self.num_train_epochs}: give one.")
-        for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "eval_steps", "logging_steps"):
-            if (value := getattr(self, name)) < 1:
-                raise ValueError(f"--{name} is {value}. Allowed: whole numbers from 1 on.")
+        self.check_counts("per_device_train_batch_size", "per_device_eval_batch_size", "eval_steps", "logging_steps")
 
 
 # ---- Policy and model ------------------------------------------------------------------------------------------
